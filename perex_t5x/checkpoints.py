@@ -1,0 +1,297 @@
+"""Checkpoints through Orbax: state, RNG and data position in one commit, `checkpoint_<step>/`.
+
+    checkpoint_1000/
+      state/    OCDBT arrays: {'target': params, 'state': {'step', 'param_states'}, 'rng'}
+      run/      JSON: data position and whatever else belongs to the run
+      data/     iterator state of a streaming feed, one file a process
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
+from flax import traverse_util
+
+from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.trainer import TrainState
+from perex_t5x.utils import RestoreCheckpointConfig, SaveCheckpointConfig
+
+PREFIX = "checkpoint"
+_NAME = re.compile(rf"{PREFIX}_(\d+)")
+
+
+class _FeedHandler(ocp.CheckpointHandler):
+    """Lets a streaming feed write its iterator's state inside Orbax's commit."""
+
+    def save(self, directory: epath.Path, args: FeedSave) -> None:
+        args.feed.save_state(os.fspath(directory))
+
+    def restore(self, directory: epath.Path, args: Any = None) -> None:
+        raise NotImplementedError("a feed restores its own state: see data_dir")
+
+
+@ocp.args.register_with_handler(_FeedHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class FeedSave(ocp.args.CheckpointArgs):
+    feed: Any = None
+
+
+class Checkpointer:
+    """Writes and prunes a run's own checkpoints."""
+
+    def __init__(self, model_dir: str, config: SaveCheckpointConfig | None):
+        self._config = config
+        self._model_dir = absolute(model_dir)
+        options = ocp.CheckpointManagerOptions(
+            step_prefix=PREFIX, max_to_keep=config.keep if config else None, create=True
+        )
+        self._manager = ocp.CheckpointManager(self._model_dir, options=options)
+
+    def latest_step(self) -> int | None:
+        """The newest whole checkpoint; a half-written one does not count."""
+        return self._manager.latest_step()
+
+    def is_due(self, step: int, last: bool) -> bool:
+        if self._config is None:
+            return False
+        return last or bool(self._config.period and step % self._config.period == 0)
+
+    def save(self, state: TrainState, run: Mapping[str, Any], feed: Any = None) -> None:
+        """Saves everything at the state's step. Returns once the arrays are copied; writing goes on behind."""
+        step = int(state.step)
+        if step in self._manager.all_steps():
+            return
+        tree = state.state_dict()
+        if self._config is not None and self._config.dtype is not None:
+            tree["target"] = jax.tree.map(lambda x: _cast(x, np.dtype(self._config.dtype)), tree["target"])
+        items = {"state": ocp.args.PyTreeSave(tree), "run": ocp.args.JsonSave(dict(run))}
+        if feed is not None:
+            items["data"] = FeedSave(feed)
+        with _explained(self._model_dir):
+            self._manager.save(step, args=ocp.args.Composite(**items))
+
+    def wait(self) -> None:
+        """Blocks until everything is on disk."""
+        with _explained(self._model_dir):
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self.wait()
+        self._manager.close()
+
+
+class _explained:  # noqa: N801 (used as a statement)
+    """Turns a failed write into an error that says what is safe."""
+
+    def __init__(self, model_dir: str):
+        self._model_dir = model_dir
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or not isinstance(error, Exception):
+            return
+        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TrainingError(
+            f"writing a checkpoint to {self._model_dir} failed: {text}. Earlier checkpoints are whole. Is the disk "
+            "full or the folder gone? Free some space and start the same command again: it resumes from the newest one."
+        ) from error
+
+
+def _cast(x: Any, dtype: np.dtype) -> Any:
+    """Casts floating-point leaves; float64 is left alone, since narrowing it would lose bits unasked."""
+    if jax.numpy.issubdtype(x.dtype, jax.numpy.floating) and x.dtype != np.float64:
+        return x.astype(dtype)
+    return x
+
+
+@dataclasses.dataclass
+class Restored:
+    """What was read: leaves by name (those the assignment map left out are missing), and the run's JSON."""
+
+    step: int
+    leaves: dict[str, jax.Array]
+    run: dict[str, Any]
+    path: str
+
+
+def absolute(path: str) -> str:
+    """An absolute path; remote ones (gs://...) already are."""
+    return path if "://" in path else os.path.abspath(path)
+
+
+def data_dir(path: str) -> str:
+    """Where a checkpoint holds a streaming feed's state; the folder exists only if it had one."""
+    return os.path.join(path, "data")
+
+
+def newest(model_dir: str) -> str | None:
+    """The newest whole checkpoint in a run's folder."""
+    folder = epath.Path(model_dir)
+    found = _whole_checkpoints(folder) if folder.exists() else []
+    return absolute(found[-1]) if found else None
+
+
+def step_of(path: str) -> int | None:
+    match = _NAME.fullmatch(os.path.basename(path.rstrip("/")))
+    return int(match[1]) if match else None
+
+
+def checkpoint_paths(path: str, mode: str) -> list[str]:
+    """Checkpoints that `path` names under a restore mode, oldest first. Raises `ConfigError` where there are none."""
+    folder = epath.Path(path)
+    binding = f"RestoreCheckpointConfig.path = {path!r}"
+    if not folder.exists():
+        raise ConfigError(f"{binding}: there is nothing at this path.")
+    if mode == "specific" or (folder / "state").exists():
+        if (folder / "checkpoint").exists():
+            raise ConfigError(
+                f"{binding} is a checkpoint in T5X's legacy format (msgpack and zarr), which is not read here. Convert "
+                "it to Orbax with T5X first."
+            )
+        if not (folder / "state").exists():
+            inside = _whole_checkpoints(folder)
+            hint = f" It holds {', '.join(os.path.basename(p) for p in inside)}: name one, or set mode = 'latest'."
+            raise ConfigError(f"{binding} with mode 'specific' is not a checkpoint.{hint if inside else ''}")
+        return [os.fspath(folder)]
+    found = _whole_checkpoints(folder)
+    if not found:
+        raise ConfigError(f"{binding}: no checkpoint_<step> folder in it.")
+    return found if mode == "all" else found[-1:]
+
+
+def _whole_checkpoints(folder: epath.Path) -> list[str]:
+    steps = sorted((int(m[1]), os.fspath(p)) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)))
+    return [path for _, path in steps if (epath.Path(path) / "state").exists()]
+
+
+def restore(
+    path: str,
+    shapes: TrainState,
+    shardings: TrainState,
+    config: RestoreCheckpointConfig | None = None,
+    parts: tuple[str, ...] = ("target", "state", "rng"),
+) -> Restored:
+    """Reads a checkpoint onto the given shardings, whatever mesh it was written from.
+
+    Args:
+      path: a `checkpoint_<step>` folder.
+      shapes, shardings: of the state wanted.
+      config: assignment map, fallback, dtype; None: everything must match.
+      parts: which top-level parts to read; evaluation reads only ('target',).
+    """
+    config = config or RestoreCheckpointConfig()
+    wanted = {k: v for k, v in flatten(shapes.state_dict()).items() if k.split("/")[0] in parts}
+    places = flatten(shardings.state_dict())
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        saved = flatten(checkpointer.metadata(os.path.join(path, "state")).item_metadata.tree)
+        sources = _assign(path, wanted, saved, config)
+        _check_shapes(path, wanted, saved, sources)
+        item = {}
+        for name, source in sources.items():
+            dtype = config.dtype if config.dtype and name.startswith("target/") else wanted[name].dtype
+            item[source] = jax.ShapeDtypeStruct(wanted[name].shape, dtype, sharding=places[name])
+        tree = traverse_util.unflatten_dict(item, sep="/")
+        read = checkpointer.restore(
+            os.path.join(path, "state"),
+            args=ocp.args.PyTreeRestore(
+                item=tree,
+                restore_args=jax.tree.map(
+                    lambda s: ocp.ArrayRestoreArgs(sharding=s.sharding, global_shape=s.shape, dtype=s.dtype), tree
+                ),
+                partial_restore=True,
+            ),
+        )
+    read = flatten(read)
+    leaves = {name: read[source] for name, source in sources.items()}
+    logging.info("restored %d leaves from %s", len(leaves), path)
+    return Restored(step_of(path) or 0, leaves, read_run(path), path)
+
+
+def read_run(path: str) -> dict[str, Any]:
+    """The run's own JSON in a checkpoint: data position, seed."""
+    if not (epath.Path(path) / "run").exists():
+        return {}
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+        return reader.restore(os.path.join(path, "run"))
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """{'target': {'a': x}} -> {'target/a': x}; empty subtrees vanish."""
+    return traverse_util.flatten_dict(tree, sep="/")
+
+
+def leaves_missing(shapes: TrainState, restored: Restored) -> bool:
+    """Whether some leaf has to be initialised afresh."""
+    return bool(set(flatten(shapes.state_dict())) - set(restored.leaves))
+
+
+def _assign(
+    path: str, wanted: Mapping[str, Any], saved: Mapping[str, Any], config: RestoreCheckpointConfig
+) -> dict[str, str]:
+    """Which of the checkpoint's leaves each wanted leaf is read from."""
+    sources: dict[str, str] = {}
+    missing = []
+    for name in wanted:
+        source: str | None = name
+        for pattern, replacement in config.assignment_map or ():
+            match = re.fullmatch(pattern, name)
+            if match:
+                source = match.expand(replacement) if replacement is not None else None
+                break
+        if source is None:
+            continue
+        if source in saved:
+            sources[name] = source
+        elif config.fallback_to_scratch:
+            logging.info("%s is not in %s: initialised afresh", name, path)
+        else:
+            missing.append(f"{name}" + (f" (as {source})" if source != name else ""))
+    if missing:
+        raise ConfigError(
+            f"checkpoint {path} does not have {len(missing)} of the leaves this run needs: {_some(missing)}. Another "
+            "model or another optimizer wrote it. To go on with a new optimizer set RestoreCheckpointConfig."
+            "assignment_map = [('.*param_states.*', None)]; to initialise what is missing afresh set "
+            "fallback_to_scratch = True."
+        )
+    unused = sorted(set(saved) - set(sources.values()))
+    if config.strict and unused:
+        raise ConfigError(
+            f"checkpoint {path} has {len(unused)} leaves that this run does not use: {_some(unused)}. Set "
+            "RestoreCheckpointConfig.strict = False to leave them."
+        )
+    return sources
+
+
+def _check_shapes(path: str, wanted: Mapping[str, Any], saved: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    differing = [
+        f"{name}: checkpoint {tuple(saved[source].shape)}, this run {tuple(wanted[name].shape)}"
+        for name, source in sources.items()
+        if tuple(saved[source].shape) != tuple(wanted[name].shape)
+    ]
+    if differing:
+        raise ConfigError(
+            f"checkpoint {path} has other shapes for {len(differing)} leaves: {_some(differing)}. Use the model it was "
+            "written with, or leave these leaves out with RestoreCheckpointConfig.assignment_map."
+        )
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return "; ".join(names[:most]) + more
+
+
+def merge(state: TrainState, restored: Restored) -> TrainState:
+    """A state whose leaves are the restored ones, and the given (fresh) ones where none was restored."""
+    fresh = traverse_util.flatten_dict(state.state_dict(), sep="/", keep_empty_nodes=True)
+    return state.from_state_dict(traverse_util.unflatten_dict(fresh | restored.leaves, sep="/"))

@@ -1,0 +1,29 @@
+"""From text to batches: SeqIO tasks, and two feeds that hand them to the training loop.
+
+Nothing heavy is imported here: the names below load SeqIO and TensorFlow when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "Feed": "feed",
+    "make_feed": "feed",
+    "prefetch": "prefetch",
+    "get_mixture_or_task": "lookup",
+    "register_all": "tasks",
+    "register_text_files": "tasks",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    # Importing the submodule `prefetch` sets the attribute of the same name to the module; the
+    # function is what users mean by it.
+    globals()[name] = value
+    return value

@@ -1,0 +1,105 @@
+"""Finds and checks what a dataset configuration names, before anything slow begins."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Any
+
+from perex_t5x.errors import ConfigError, did_you_mean
+
+
+def get_mixture_or_task(name: str, module: str | None = None) -> Any:
+    """Returns the SeqIO task or mixture `name`; `module` is imported first to register its tasks.
+
+    The package's own tasks are always registered, with the arguments that Gin binds.
+    """
+    import seqio
+
+    from perex_t5x.data import tasks
+
+    tasks.register_all()
+    if module:
+        try:
+            importlib.import_module(module)
+        except ImportError as e:
+            raise ConfigError(
+                f"MIXTURE_OR_TASK_MODULE (DatasetConfig.module) = {module!r} cannot be imported: "
+                f"{e}. Give a module that is on the PYTHONPATH."
+            ) from e
+    tasks_and_mixtures = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
+    if name in tasks_and_mixtures:
+        return seqio.get_mixture_or_task(name)
+    known = sorted(
+        tasks_and_mixtures,
+        key=lambda k: (-difflib.SequenceMatcher(None, k, str(name)).ratio(), k),
+    )
+    raise ConfigError(
+        f"MIXTURE_OR_TASK_NAME = {name!r} is not a registered task or mixture."
+        f"{did_you_mean(str(name), known)} Known, nearest first: {', '.join(known)}. A task of "
+        "your own is registered by naming its module in MIXTURE_OR_TASK_MODULE."
+    )
+
+
+def check_split(provider: Any, split: str) -> None:
+    # A TFDS source also takes slices ('train[:1%]'), which its list of splits does not name.
+    known = [str(s) for s in provider.splits]
+    if split.split("[")[0] not in known:
+        raise ConfigError(
+            f"DatasetConfig.split = {split!r}: {provider.name!r} has the splits "
+            f"{', '.join(sorted(known))}.{did_you_mean(split, known)}"
+        )
+
+
+def check_feature_lengths(provider: Any, lengths: Any, converter_cls: type) -> dict[str, int]:
+    """Returns the lengths of exactly the features that the model's converter takes."""
+    needed = list(converter_cls.TASK_FEATURES)
+    lacking = [f for f in needed if f not in provider.output_features]
+    if lacking:
+        raise ConfigError(
+            f"{provider.name!r} has the features {sorted(provider.output_features)}, but the model "
+            f"({converter_cls.__name__}) needs {needed}: {lacking} missing. A decoder-only model "
+            "takes a task with targets, an encoder-decoder one with inputs and targets, such as "
+            "'python_stdlib_span_corruption'."
+        )
+    given = dict(lengths or {})
+    missing = [f for f in needed if f not in given]
+    unknown = [f for f in given if f not in needed]
+    if missing or unknown:
+        slips = []
+        if missing:
+            slips.append(f"no length for {', '.join(map(repr, missing))}")
+        if unknown:
+            slips.append(
+                f"{', '.join(map(repr, unknown))} not a feature of the model"
+                + did_you_mean(unknown[0], needed)
+            )
+        raise ConfigError(
+            f"TASK_FEATURE_LENGTHS = {given}: {'; '.join(slips)}. The model "
+            f"({converter_cls.__name__}) needs a length for {', '.join(needed)}, for example "
+            f"TASK_FEATURE_LENGTHS = {({f: 512 for f in needed})}."
+        )
+    for feature, length in given.items():
+        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+            raise ConfigError(
+                f"TASK_FEATURE_LENGTHS: length of {feature!r} is {length!r}, not a positive integer."
+            )
+    return {f: given[f] for f in needed}
+
+
+def check_offline_cache(provider: Any, use_cached: bool) -> None:
+    """Refuses `use_cached=True` for tasks that no offline cache is found for."""
+    import seqio
+
+    if not use_cached:
+        return
+    for task in seqio.get_subtasks(provider):
+        if task.supports_caching and not task.cache_dir:
+            looked = seqio.get_global_cache_dirs()
+            raise ConfigError(
+                f"USE_CACHED_TASKS = True, but task {task.name!r} has no offline cache: looked in "
+                f"{looked if looked else 'no directories (none are given)'}. Set USE_CACHED_TASKS "
+                "= False to preprocess on the fly, or make the cache with `seqio_cache_tasks "
+                f"--tasks={task.name} --output_cache_dir=DIR --module_import=perex_t5x.data.tasks` "
+                "and give --seqio_additional_cache_dirs=DIR."
+            )

@@ -1,0 +1,211 @@
+"""The SeqIO tasks of this package; importing this module registers them.
+
+| task | features | text |
+|---|---|---|
+| `python_stdlib_lm` | targets | the running interpreter's standard library, no download |
+| `python_stdlib_span_corruption` | inputs, targets | the same, T5's objective |
+| `text_files_lm` | targets | files of your own |
+| `c4_en_lm` | targets | C4 (English) from TensorFlow Datasets |
+
+From a Gin file (or `--gin.tasks.register_text_files.glob="'...'"` on the command line):
+
+    from perex_t5x.data import tasks
+    MIXTURE_OR_TASK_NAME = 'text_files_lm'
+    tasks.register_text_files.glob = '/data/books/**/*.txt'
+    tasks.register_all.vocabulary = '/data/sentencepiece.model'   # default: bytes
+
+The byte vocabulary has 359 ids (3 special, 256 bytes, 100 sentinels): a model's `vocab_size` of
+384 holds them and divides well.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob as glob_lib
+import os
+from collections.abc import Sequence
+
+import gin
+import seqio
+
+from perex_t5x.data import metrics, preprocessors, stdlib_corpus, text_source
+from perex_t5x.errors import ConfigError
+
+EXTRA_IDS = 100
+TEXT_FILES_VARIABLE = "PEREX_TEXT_FILES"
+
+_arguments: dict[str, tuple] = {}  # of the tasks registered here, to know when they change
+_default_vocabulary: seqio.Vocabulary | None = None  # register_all's
+
+
+def get_vocabulary(vocabulary: str | seqio.Vocabulary | None = None) -> seqio.Vocabulary:
+    """A vocabulary from None (bytes), a SentencePiece model's path, or itself.
+
+    >>> get_vocabulary().vocab_size
+    359
+    """
+    if vocabulary is None:
+        return seqio.ByteVocabulary(extra_ids=EXTRA_IDS)
+    if isinstance(vocabulary, seqio.Vocabulary):
+        return vocabulary
+    if not isinstance(vocabulary, (str, os.PathLike)):
+        raise ConfigError(
+            f"vocabulary = {vocabulary!r}: give None for bytes, the path of a SentencePiece model, "
+            "or a seqio.Vocabulary."
+        )
+    if "://" not in str(vocabulary) and not os.path.exists(vocabulary):
+        raise ConfigError(f"vocabulary = {str(vocabulary)!r}: there is no such file.")
+    return seqio.SentencePieceVocabulary(str(vocabulary), extra_ids=EXTRA_IDS)
+
+
+def _add(name: str, arguments: tuple, make_source, vocabulary, features, steps, **kwargs) -> None:
+    """Registers a task, replacing one of other arguments; the same arguments change nothing."""
+    arguments = (*arguments, vocabulary)
+    if name in seqio.TaskRegistry.names():
+        if _arguments.get(name) == arguments:
+            return
+        if name not in _arguments:
+            raise ConfigError(
+                f"A task named {name!r} is already registered by another module; choose another "
+                "name."
+            )
+        for mixture in seqio.MixtureRegistry.names():
+            # A mixture holds the task objects it was made of; it would silently keep the old one.
+            if name in [t.name for t in seqio.MixtureRegistry.get(mixture).tasks]:
+                raise ConfigError(
+                    f"Task {name!r} is part of mixture {mixture!r} and cannot be registered anew "
+                    "with other arguments: make the mixture afterwards (put it into the module "
+                    "named by MIXTURE_OR_TASK_MODULE, which is imported after the tasks)."
+                )
+        seqio.TaskRegistry.remove(name)
+    feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
+    seqio.TaskRegistry.add(
+        name,
+        source=make_source(),
+        output_features={f: feature for f in features},
+        preprocessors=[
+            functools.partial(seqio.preprocessors.rekey, key_map={"targets": "text"}),
+            functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
+            # Offline caches hold whole tokenised documents: they serve every sequence length.
+            seqio.CacheDatasetPlaceholder(required=False),
+            *steps,
+        ],
+        postprocess_fn=metrics.text_and_tokens,
+        **kwargs,
+    )
+    _arguments[name] = arguments
+
+
+def _add_lm(name: str, arguments: tuple, make_source, vocabulary) -> None:
+    _add(
+        name,
+        arguments,
+        make_source,
+        vocabulary,
+        ["targets"],
+        [seqio.preprocessors.append_eos, preprocessors.split_into_chunks],
+        metric_fns=[metrics.log_likelihood],
+    )
+
+
+def _stdlib_source() -> text_source.TextFilesSource:
+    return text_source.TextFilesSource(
+        lambda: text_source.split_by_name(stdlib_corpus.list_stdlib_files()),
+        description="the Python standard library",
+        how_to_mend="This Python's library is too small to split.",
+    )
+
+
+def _expand(patterns: str | Sequence[str]) -> list[tuple[str, str]]:
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    paths = {
+        os.path.abspath(path)
+        for pattern in patterns
+        for path in glob_lib.glob(os.path.expanduser(pattern), recursive=True)
+        if os.path.isfile(path)
+    }
+    root = os.path.commonpath([os.path.dirname(p) for p in paths]) if paths else ""
+    return [(os.path.relpath(p, root).replace(os.sep, "/"), p) for p in sorted(paths)]
+
+
+def _list_text_files(glob, validation_glob) -> text_source.FilesBySplit:
+    if not glob:
+        raise ConfigError(
+            "Task 'text_files_lm' has no files: set tasks.register_text_files.glob = "
+            "'/path/**/*.txt' in Gin (after `from perex_t5x.data import tasks`), or the "
+            f"environment variable {TEXT_FILES_VARIABLE}."
+        )
+    files = _expand(glob)
+    if not files:
+        raise ConfigError(
+            f"No file matches tasks.register_text_files.glob = {glob!r} (looked from "
+            f"{os.getcwd()}; `**` goes into subfolders)."
+        )
+    if validation_glob:
+        return {"train": files, "validation": _expand(validation_glob)}
+    return text_source.split_by_name(files)
+
+
+@gin.configurable(module="perex_t5x.data.tasks")
+def register_text_files(
+    glob: str | Sequence[str] | None = None,
+    validation_glob: str | Sequence[str] | None = None,
+    name: str = "text_files_lm",
+    vocabulary: str | seqio.Vocabulary | None = None,
+) -> None:
+    """Registers a language modelling task over text files, one document per file.
+
+    Args:
+      glob: pattern(s) of the files, `**` for any folders. Default: the environment variable
+        PEREX_TEXT_FILES.
+      validation_glob: the validation files. Default: about 5 % of `glob`, by a hash of their names.
+      name: the task's name.
+      vocabulary: see `get_vocabulary`. Default: that of `register_all`.
+    """
+    glob = glob or os.environ.get(TEXT_FILES_VARIABLE) or None
+
+    def make_source():
+        return text_source.TextFilesSource(
+            lambda: _list_text_files(glob, validation_glob),
+            description=f"the files of {glob!r}",
+            how_to_mend="Give more files, or tasks.register_text_files.validation_glob.",
+        )
+
+    arguments = tuple(
+        tuple(g) if isinstance(g, (list, tuple)) else g for g in (glob, validation_glob)
+    )
+    _add_lm(name, arguments, make_source, get_vocabulary(vocabulary or _default_vocabulary))
+
+
+@gin.configurable(module="perex_t5x.data.tasks")
+def register_all(
+    vocabulary: str | seqio.Vocabulary | None = None, c4_name: str = "c4/en:3.1.0"
+) -> None:
+    """Registers all tasks of this module, or registers them anew after the arguments changed.
+
+    Args:
+      vocabulary: of every task; see `get_vocabulary`.
+      c4_name: the TFDS dataset (with a `text` feature) behind `c4_en_lm`.
+    """
+    vocabulary = get_vocabulary(vocabulary)
+    _add_lm("python_stdlib_lm", (), _stdlib_source, vocabulary)
+    _add(
+        "python_stdlib_span_corruption",
+        (),
+        _stdlib_source,
+        vocabulary,
+        ["inputs", "targets"],
+        [
+            preprocessors.chunks_for_span_corruption,
+            preprocessors.span_corruption,
+            seqio.preprocessors.append_eos,
+        ],
+        metric_fns=[metrics.exact_match_and_token_accuracy(vocabulary)],
+    )
+    _add_lm("c4_en_lm", (c4_name,), lambda: seqio.TfdsDataSource(tfds_name=c4_name), vocabulary)
+    global _default_vocabulary
+    _default_vocabulary = vocabulary
+    register_text_files()
+
+
+register_all()

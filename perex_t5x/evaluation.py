@@ -1,0 +1,80 @@
+"""Teacher-forced evaluation: the loss of held-out examples under the current parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import jax
+
+from perex_t5x.data.feed import Feed, make_feed
+from perex_t5x.errors import ConfigError
+from perex_t5x.metrics import MetricSums
+from perex_t5x.trainer import Trainer
+from perex_t5x.utils import DatasetConfig
+
+
+def task_names(mixture_or_task_name: str) -> list[str]:
+    """A task's own name, or those of a mixture's tasks; each is evaluated by itself."""
+    import seqio
+
+    provider = seqio.get_mixture_or_task(mixture_or_task_name)
+    return [task.name for task in seqio.get_subtasks(provider)]
+
+
+class TrainEvaluator:
+    """Evaluates every task of a dataset configuration on its first `eval_steps` batches.
+
+    The batches are the same at every evaluation. `eval_steps` None or -1: the whole split, each example once.
+    """
+
+    def __init__(self, trainer: Trainer, config: DatasetConfig, eval_steps: int | None):
+        if eval_steps is not None and eval_steps < 1 and eval_steps != -1:
+            raise ConfigError(f"train.eval_steps = {eval_steps}: give at least 1, or None for the whole split.")
+        shards = trainer.partitioner.data_parallel_size
+        if config.batch_size % shards:
+            raise ConfigError(
+                f"train_eval/utils.DatasetConfig.batch_size = {config.batch_size} is not divisible by the {shards} data "
+                "shards of the mesh."
+            )
+        self._trainer = trainer
+        self._steps = None if eval_steps in (None, -1) else eval_steps
+        converter = trainer.model.FEATURE_CONVERTER_CLS
+        self.feeds: dict[str, Feed] = {
+            name: make_feed(
+                dataclasses.replace(config, mixture_or_task_name=name),
+                converter,
+                pad_remainder=True,
+                repeat=False,
+            )
+            for name in task_names(config.mixture_or_task_name)
+        }
+        self._compiled: Future[Any] | None = None
+
+    def compile(self, executor: Executor, params_shapes: Any, params_shardings: Any) -> None:
+        """Starts compiling in the background."""
+        spec = next(iter(self.feeds.values())).element_spec
+        self._compiled = executor.submit(self._trainer.compiled_eval, params_shapes, params_shardings, spec)
+
+    def evaluate(self, step: int, params: Any) -> dict[str, dict[str, float]]:
+        """Returns {'training_eval/<task>': metrics}."""
+        del step
+        eval_step = self._compiled.result()
+        sharding = self._trainer.partitioner.data_sharding
+        results: dict[str, dict[str, float]] = {}
+        for name, feed in self.feeds.items():
+            shardings = {feature: sharding for feature in feed.element_spec}
+            count = feed.steps_per_epoch if self._steps is None else min(self._steps, feed.steps_per_epoch)
+            outputs = [eval_step(params, feed.batch(i, shardings)) for i in range(count)]
+            results[f"training_eval/{name}"] = summarize(jax.device_get(outputs))
+        return results
+
+
+def summarize(outputs: list[tuple[Any, Mapping[str, Any]]]) -> dict[str, float]:
+    """Metrics of several evaluation batches, weighted by what is in them."""
+    sums = MetricSums()
+    for objective, batch_sums in outputs:
+        sums.add(batch_sums, objective)
+    return sums.summary()

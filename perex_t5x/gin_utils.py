@@ -1,0 +1,261 @@
+"""Gin files and bindings: found from anywhere, parsed in the files' own names, refused with a reason.
+
+Files are searched in the working directory, in `--gin_search_paths`, beside the given files, and in the `gin/` folder
+that ships with the package, so `--gin_file=runs/quickstart.gin` works from any directory.
+
+A first pass reads the files as text only: which macros are defined, which are used, and where. Slips are reported from
+it, all with file and line, before any module is configured. Then gin itself parses.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gin
+from absl import logging
+from gin import config_parser
+
+from perex_t5x.errors import ConfigError, did_you_mean
+
+_REQUIRED = "gin.REQUIRED"
+_PLAIN_STRING = re.compile(r"[\w.~][\w./:~+=-]*|/[\w./:~+=-]*")
+
+
+def shipped_gin_dir() -> str:
+    """The folder of the shipped Gin files: inside the package when installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / "gin"
+    return str(inside if inside.is_dir() else package.parent / "gin")
+
+
+@dataclass
+class _Scan:
+    """What the files and bindings say, read without importing or configuring anything."""
+
+    imports: list[str] = field(default_factory=list)
+    defined: dict[str, Any] = field(default_factory=dict)  # macro -> last value, parsed
+    used: dict[str, str] = field(default_factory=dict)  # macro -> where it is first used
+
+
+class _Names(config_parser.ParserDelegate):
+    """Stands in for gin's objects while scanning: remembers macro names, builds nothing."""
+
+    def __init__(self) -> None:
+        self.macros: list[str] = []
+
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> str:
+        return f"@{scoped_configurable_name}"
+
+    def macro(self, macro_name: str) -> str:
+        self.macros.append(macro_name)
+        return f"%{macro_name}"
+
+
+def _find(filename: str, search_paths: Sequence[str], source: str) -> str:
+    candidates = [filename] if os.path.isabs(filename) else [os.path.join(p, filename) for p in search_paths]
+    for candidate in candidates:
+        if os.path.isfile(candidate):
+            return candidate
+    shipped = shipped_gin_dir()
+    known = [str(p.relative_to(shipped)) for p in sorted(Path(shipped).rglob("*.gin"))]
+    looked = "\n".join(f"  {os.path.abspath(c)}" for c in candidates)
+    raise ConfigError(
+        f"{source}: gin file {filename!r} not found.{did_you_mean(filename, known)} Looked for:\n{looked}\n"
+        "Give a path that exists, or add its folder with --gin_search_paths."
+    )
+
+
+def _scan_statements(text: Any, where: str, search_paths: Sequence[str], scan: _Scan) -> None:
+    names = _Names()
+    try:
+        for statement in config_parser.ConfigParser(text, names):
+            location = getattr(statement, "location", None)
+            place = f"{where}, line {location.line_num}" if location else where
+            if isinstance(statement, config_parser.ImportStatement):
+                line = statement.format()
+                if line not in scan.imports and "__gin__" not in line:
+                    scan.imports.append(line)
+            elif isinstance(statement, config_parser.IncludeStatement):
+                _scan_file(_find(statement.filename, search_paths, place), search_paths, scan)
+            elif isinstance(statement, config_parser.BindingStatement) and not statement.arg_name:
+                name = f"{statement.scope}/{statement.selector}" if statement.scope else statement.selector
+                scan.defined[name] = statement.value
+            for macro in names.macros:
+                scan.used.setdefault(macro, place)
+            names.macros.clear()
+    except SyntaxError as e:
+        line = (e.text or "").strip()
+        raise ConfigError(f"{where}, line {e.lineno}: {e.msg}\n    {line}") from None
+
+
+def _scan_file(path: str, search_paths: Sequence[str], scan: _Scan) -> None:
+    with open(path, encoding="utf-8") as f:
+        _scan_statements(f, path, search_paths, scan)
+
+
+def _quoted(binding: str) -> str:
+    """Quotes a bare word or path given as a value on the command line: MODEL_DIR = runs/a -> 'runs/a'."""
+    key, separator, value = binding.partition("=")
+    value = value.strip()
+    if not separator:
+        raise ConfigError(
+            f"gin binding {binding!r} has no value: write --gin.NAME=VALUE, for instance --gin.TRAIN_STEPS=100."
+        )
+    try:
+        config_parser.ConfigParser(f"x = {value}", _Names()).parse_statement()
+    except SyntaxError:
+        if not _PLAIN_STRING.fullmatch(value):
+            raise ConfigError(
+                f"gin binding {binding!r}: {value!r} is not a value gin can read. Numbers, True, None, tuples and "
+                f"quoted strings are; from a shell a string is given as --gin.{key.strip()}=\"'text'\"."
+            ) from None
+        value = repr(value)
+    return f"{key.strip()} = {value}"
+
+
+def _check_macro_bindings(bindings: Iterable[str], scan: _Scan) -> None:
+    """A macro given on the command line must be one that the files define or use."""
+    known = (set(scan.defined) | set(scan.used)) - {_REQUIRED}
+    for name in (b.partition("=")[0].strip() for b in bindings):
+        if "." not in name and name not in known:
+            raise ConfigError(
+                f"--gin.{name}: no gin file defines or uses a macro of this name.{did_you_mean(name, known)} "
+                f"Known macros: {', '.join(sorted(known)) or 'none'}."
+            )
+
+
+def _check_macros(scan: _Scan) -> None:
+    """Every macro that is used is defined, and no required one is left open."""
+    for name, place in scan.used.items():
+        if "." not in name and name not in scan.defined:
+            raise ConfigError(
+                f"{place}: the macro %{name} is used but nowhere defined.{did_you_mean(name, scan.defined)} "
+                f"Define it in a gin file or with --gin.{name}=VALUE."
+            )
+    missing = [name for name, value in scan.defined.items() if value == f"%{_REQUIRED}"]
+    if missing:
+        raise ConfigError(
+            f"required but not given: {', '.join(missing)}. Set in a gin file or on the command line: "
+            + " ".join(f"--gin.{name}=..." for name in missing)
+        )
+
+
+def _explain(e: Exception, imports: Sequence[str]) -> ConfigError:
+    """Turns gin's error into one that names the nearest known name. Gin's text already carries file and line."""
+    text = str(e)
+    hint = ""
+    parameter = re.search(r"Configurable '([\w.]+)' doesn't have a parameter named '(\w+)'", text)
+    attribute = re.search(r"Couldn't resolve selector ([\w.]+); <module '([\w.]+)'.*has no attribute (\w+)", text)
+    unimported = re.search(r"'(\w+)' was not provided by an import statement", text)
+    unmatched = re.search(r"No configurable matching '([\w.]+)'", text)
+    if parameter:
+        configurable = gin.get_configurable(parameter[1])
+        target = inspect.unwrap(configurable)
+        known = [p for p in inspect.signature(target).parameters if p != "self"]
+        hint = f"{did_you_mean(parameter[2], known)} It has: {', '.join(known)}."
+    elif attribute:
+        module = __import__(attribute[2], fromlist=[""])
+        hint = did_you_mean(attribute[3], [n for n in dir(module) if not n.startswith("_")])
+    elif unimported:
+        names = [line.split()[-1].split(".")[0] for line in imports]
+        hint = f"{did_you_mean(unimported[1], names)} Imported names: {', '.join(sorted(set(names)))}."
+    elif unmatched:
+        known = [selector for selector, _ in gin.config._REGISTRY.items()]  # pylint: disable=protected-access
+        last = {k.rsplit(".", 1)[-1] for k in known}
+        hint = did_you_mean(unmatched[1].rsplit(".", 1)[-1], last)
+    return ConfigError(f"gin configuration: {text}\n {hint}".rstrip())
+
+
+def _parse_binding(binding: str, imports: Sequence[str]) -> None:
+    """Parses one command-line binding, in the files' names if it starts with one of them, else by any suffix."""
+    key = binding.partition("=")[0].strip()
+    root = key.rsplit("/", 1)[-1].split(".")[0]
+    aliases = {line.split()[-1].split(".")[0] for line in imports}
+    if "." not in key or root in aliases:
+        gin.parse_config(["from __gin__ import dynamic_registration", *imports, binding])
+    else:
+        gin.parse_config(binding)
+
+
+def parse_gin_flags(
+    gin_search_paths: Sequence[str],
+    gin_files: Sequence[str],
+    gin_bindings: Sequence[str],
+    finalize_config: bool = True,
+) -> None:
+    """Parses Gin files (later wins), then bindings, in the names that the files' imports give.
+
+    `train_script.train.total_steps=5`, `utils.DatasetConfig.pack=True` and plain `DatasetConfig.pack=True` all work as
+    bindings. Raises `ConfigError`, with file and line, for a file that is not found, a name that is not known (with
+    the nearest one), a required macro that is missing.
+    """
+    first = ["", *gin_search_paths, shipped_gin_dir()]
+    files = [_find(f, first, "--gin_file") for f in gin_files]
+    beside = [os.path.dirname(os.path.abspath(f)) for f in files]
+    search_paths = list(dict.fromkeys(["", *gin_search_paths, *beside, shipped_gin_dir()]))
+    bindings = [_quoted(b) for b in gin_bindings]
+
+    scan = _Scan()
+    for path in files:
+        _scan_file(path, search_paths, scan)
+    _check_macro_bindings(bindings, scan)
+    for binding in bindings:
+        _scan_statements(binding, f"--gin.{binding}", search_paths, scan)
+    _check_macros(scan)
+
+    for path in search_paths[1:]:
+        gin.add_config_file_search_path(path)
+    try:
+        for path in files:
+            gin.parse_config_file(path)
+        for binding in bindings:
+            _parse_binding(binding, scan.imports)
+        if finalize_config:
+            gin.finalize()
+    except ConfigError:
+        raise
+    except (ValueError, NameError, AttributeError, ImportError, TypeError, OSError, SyntaxError) as e:
+        raise _explain(e, scan.imports) from e
+
+
+def rewrite_gin_args(args: Sequence[str]) -> list[str]:
+    """Rewrites `--gin.NAME=VALUE` to `--gin_bindings=NAME = VALUE`, as absl flags need it.
+
+    >>> rewrite_gin_args(["train", "--gin.TRAIN_STEPS=5", "--alsologtostderr"])
+    ['train', '--gin_bindings=TRAIN_STEPS = 5', '--alsologtostderr']
+    """
+    rewritten = []
+    for arg in args:
+        match = re.match(r"--?gin\.(.+)", arg, flags=re.DOTALL)
+        if match:
+            name, separator, value = match[1].partition("=")
+            if not separator:
+                raise ConfigError(f"{arg}: write --gin.NAME=VALUE, with an equals sign and no spaces.")
+            arg = f"--gin_bindings={name} = {value}"
+        rewritten.append(arg)
+    return rewritten
+
+
+def summarize_gin_config(model_dir: str, summary_writer: Any = None, step: int = 0) -> None:
+    """Writes the whole configuration to `config.gin` in `model_dir`, and as text to TensorBoard.
+
+    An existing file that differs is kept under `config.<n>.gin`: what a run was started with is never lost.
+    """
+    text = gin.config_str(max_line_length=120)
+    os.makedirs(model_dir, exist_ok=True)
+    path = Path(model_dir) / "config.gin"
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        n = 1
+        while (older := path.with_name(f"config.{n}.gin")).exists():
+            n += 1
+        path.rename(older)
+        logging.info("configuration changed: the former one is kept as %s", older)
+    path.write_text(text, encoding="utf-8")
+    if summary_writer is not None:
+        summary_writer.write_texts(step, {"config": gin.markdown(text)})

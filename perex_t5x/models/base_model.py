@@ -1,0 +1,244 @@
+"""What both models share: loss, evaluation, scoring. A model joins a network, a vocabulary and an optimizer."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from perex_t5x.errors import ConfigError
+from perex_t5x.models import decoding, losses
+from perex_t5x.models.config import T5Config
+
+Batch = Mapping[str, jax.Array]
+Params = Any
+Sums = dict[str, jax.Array]
+
+
+class BaseTransformerModel(abc.ABC):
+    """Loss and predictions of a network.
+
+    The loss is L = (1 / W) Σ_i ℓ_i, with ℓ_i the weighted sum of row i's token losses and W the normaliser of the
+    *global* batch: rows may be computed together, in microbatches or one by one, and the gradients add up to the
+    same. Whoever splits a batch computes W of the whole with `loss_normalizer` and gives it to each `loss_fn`.
+
+    Args:
+      module: the network.
+      optimizer_def: an optax transformation (or whatever the trainer makes one of); the model only carries it.
+      loss_normalizing_factor: what W is, see `perex_t5x.models.losses.normalizer`.
+      z_loss: coefficient of (log Z)², which keeps the logits from drifting; T5 uses 1e-4.
+      label_smoothing: probability given away from the target, uniformly.
+    """
+
+    # Features of a batch that the network needs; others are used where present.
+    REQUIRED_FEATURES: tuple[str, ...]
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer_def: Any,
+        loss_normalizing_factor: losses.LossNormalizingFactor = None,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
+    ):
+        name = type(self).__name__
+        self.module = module
+        self.optimizer_def = optimizer_def
+        self.z_loss = z_loss
+        self.label_smoothing = label_smoothing
+        self.loss_normalizing_factor = losses.check_loss_arguments(
+            name, loss_normalizing_factor, z_loss, label_smoothing
+        )
+
+    @classmethod
+    @abc.abstractmethod
+    def FEATURE_CONVERTER_CLS(cls) -> type:
+        """SeqIO's feature converter class; imported when asked for, since SeqIO loads TensorFlow."""
+
+    @property
+    @abc.abstractmethod
+    def output_vocabulary(self) -> Any:
+        """The vocabulary of what the model predicts."""
+
+    @abc.abstractmethod
+    def _network_inputs(self, batch: Batch) -> dict[str, jax.Array | None]:
+        """The network's arguments among the batch's features."""
+
+    @abc.abstractmethod
+    def _start_decoding(self, params: Params, batch: Batch, max_decode_len: int | None) -> decoding.Start:
+        """Runs the prompt through the network and returns where decoding goes on from."""
+
+    @abc.abstractmethod
+    def flops_per_step(self, batch_size: int, feature_lengths: Mapping[str, int]) -> float:
+        """FLOPs of the model in one forward and backward pass over a batch: products only, nothing recomputed."""
+
+    @property
+    def config(self) -> T5Config:
+        return self.module.config
+
+    @property
+    def num_heads(self) -> int:
+        return self.config.num_heads
+
+    def sharded_dimensions(self) -> dict[str, int]:
+        """Sizes that the mesh's `model` axis must divide."""
+        return {
+            "num_heads": self.config.num_heads,
+            "mlp_dim": self.config.mlp_dim,
+            "vocab_size": self.config.vocab_size,
+        }
+
+    def get_initial_variables(
+        self,
+        rng: jax.Array,
+        input_shapes: Mapping[str, tuple[int, ...]],
+        input_types: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Returns {'params': ...}, each leaf boxed with its logical axis names (`nn.LogicallyPartitioned`).
+
+        Args:
+          rng: a typed key.
+          input_shapes: shape of every feature of a batch, [B, T].
+          input_types: dtype of each; int32 where not given.
+        """
+        missing = [name for name in self.REQUIRED_FEATURES if name not in input_shapes]
+        if missing:
+            raise ConfigError(
+                f"{type(self).__name__}: the batch has no {missing[0]!r}; it has {sorted(input_shapes)}. The feature "
+                f"converter of this model is {self.FEATURE_CONVERTER_CLS().__name__}."
+            )
+        types = input_types or {}
+        batch = {name: jnp.ones(shape, types.get(name, jnp.int32)) for name, shape in input_shapes.items()}
+        return {"params": self.module.init(rng, **self._network_inputs(batch))["params"]}
+
+    def compute_logits(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> jax.Array:
+        """Returns logits, [B, T, vocab_size]; `dropout_rng` as in `loss_fn`."""
+        rows = batch["decoder_input_tokens"].shape[0]
+        keys_B = None if dropout_rng is None else _keys_per_row(dropout_rng, rows)
+        return self.module.apply({"params": params}, **self._network_inputs(batch), dropout_keys_B=keys_B)
+
+    def loss_normalizer(self, batch: Batch) -> jax.Array:
+        """W of this batch, a float32 scalar: give it the global batch."""
+        return losses.normalizer(batch, self.loss_normalizing_factor)
+
+    def loss_fn(
+        self,
+        params: Params,
+        batch: Batch,
+        dropout_rng: jax.Array | None = None,
+        normalizer: jax.Array | float | None = None,
+    ) -> tuple[jax.Array, Sums]:
+        """Returns (Σ_i ℓ_i / W, sums) over the rows given.
+
+        Args:
+          params: the network's parameters.
+          batch: features, [B, T] each.
+          dropout_rng: None for no dropout, else one typed key per row, [B] (a single key where B is 1).
+          normalizer: W; None means this batch is the global batch.
+
+        Returns:
+          The loss, and plain sums over the rows, float32 scalars: 'loss' (not divided by W, z-loss included), 'z_loss'
+          (part of it), 'correct' (weight of the tokens predicted right), 'weights' (sum of loss weights), 'tokens'
+          (targets that are not padding), 'all_tokens' (B · T) and 'examples' (B).
+        """
+        logits_BxTxV = self.compute_logits(params, batch, dropout_rng)
+        targets_BxT = batch["decoder_target_tokens"]
+        per_token = losses.cross_entropy(logits_BxTxV, targets_BxT, self.z_loss, self.label_smoothing)
+        weights_BxT = losses.loss_weights(batch, self.loss_normalizing_factor)
+        raw_weights_BxT = losses.raw_loss_weights(batch)
+        if normalizer is None:
+            normalizer = self.loss_normalizer(batch)
+        total = jnp.sum(per_token.loss * weights_BxT)
+        sums = {
+            "loss": total,
+            "z_loss": jnp.sum(per_token.z_loss * weights_BxT),
+            "correct": jnp.sum(jnp.where(per_token.correct, raw_weights_BxT, 0.0)),
+            "weights": jnp.sum(raw_weights_BxT),
+            "tokens": jnp.sum(targets_BxT > 0),
+            "all_tokens": jnp.float32(targets_BxT.size),
+            "examples": jnp.float32(targets_BxT.shape[0]),
+        }
+        sums = {name: jax.lax.stop_gradient(value).astype(jnp.float32) for name, value in sums.items()}
+        return total / normalizer, sums
+
+    def eval_fn(self, params: Params, batch: Batch) -> tuple[jax.Array, Sums]:
+        """`loss_fn` without dropout."""
+        return self.loss_fn(params, batch)
+
+    def score_batch(self, params: Params, batch: Batch) -> jax.Array:
+        """Log likelihood of each row's targets under their loss weights, [B]."""
+        logits_BxTxV = self.compute_logits(params, batch)
+        per_token = losses.cross_entropy(logits_BxTxV, batch["decoder_target_tokens"])
+        return jnp.sum(per_token.log_likelihood * losses.raw_loss_weights(batch), axis=-1)
+
+    def predict_batch(self, params: Params, batch: Batch, rng: jax.Array | None = None, **kwargs) -> jax.Array:
+        """The tokens of `predict_batch_with_aux`."""
+        return self.predict_batch_with_aux(params, batch, rng, **kwargs)[0]
+
+    def predict_batch_with_aux(
+        self,
+        params: Params,
+        batch: Batch,
+        rng: jax.Array | None = None,
+        *,
+        decode_method: str = "greedy",
+        num_decodes: int = 1,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        alpha: float = 0.6,
+        max_decode_len: int | None = None,
+        return_all_decodes: bool = False,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Continues each row.
+
+        Args:
+          params: the network's parameters.
+          batch: features of the prompts (see the model's class).
+          rng: for 'temperature': one typed key (row b then uses fold_in(rng, b)) or one per row, [B].
+          decode_method: 'greedy', 'temperature' or 'beam'.
+          num_decodes: beams, or samples per row.
+          temperature, top_k: of sampling; top_k = 0 keeps the whole vocabulary.
+          alpha: length penalty of beam search, see `perex_t5x.models.beam`.
+          max_decode_len: most new tokens per row; None: as many as the row has room for.
+          return_all_decodes: all `num_decodes`, best last, instead of the best.
+
+        Returns:
+          New tokens after each prompt, [B, L] ([B, num_decodes, L] if all), with EOS, then 0; and {'scores': log
+          probability of each} (for beams with the length penalty).
+        """
+        decoding.check_arguments(decode_method, rng, num_decodes, temperature, top_k, alpha, max_decode_len)
+        start = self._start_decoding(params, batch, max_decode_len)
+        tokens_BxNxL, scores_BxN = decoding.decode(
+            start,
+            eos_id=self.output_vocabulary.eos_id,
+            method=decode_method,
+            num_decodes=num_decodes,
+            rng=rng,
+            temperature=temperature,
+            top_k=top_k,
+            alpha=alpha,
+        )
+        if return_all_decodes:
+            return tokens_BxNxL, {"scores": scores_BxN}
+        return tokens_BxNxL[:, -1], {"scores": scores_BxN[:, -1]}
+
+    @property
+    def _cache_batch_axis(self) -> int:
+        return 1 if self.config.scan_layers else 0
+
+
+def _keys_per_row(rng: jax.Array, rows: int) -> jax.Array:
+    if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        raise ValueError(f"dropout_rng must be typed keys (jax.random.key), one per row; got {rng.dtype} {rng.shape}.")
+    if rng.shape == () and rows == 1:
+        return rng[None]
+    if rng.shape != (rows,):
+        raise ValueError(
+            f"dropout_rng has shape {rng.shape}, but the batch has {rows} rows: give one key per row (fold_in of the "
+            "row's index in the global batch), so that no mask depends on how the batch is split."
+        )
+    return rng

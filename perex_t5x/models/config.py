@@ -1,0 +1,148 @@
+"""Sizes and choices of a transformer, bound in Gin and checked when made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+
+from perex_t5x.errors import ConfigError, did_you_mean
+
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
+    {
+        "gelu": jax.nn.gelu,
+        "linear": lambda x: x,
+        "relu": jax.nn.relu,
+        "silu": jax.nn.silu,
+        "swish": jax.nn.silu,
+    }
+)
+
+# What the backward pass may keep of a layer's forward pass. Policies of `jax.checkpoint_policies` that need
+# arguments (names to save, offloading) are left out: a Gin string cannot give them.
+REMAT_POLICIES: Mapping[str, Callable[..., bool] | None] = MappingProxyType(
+    {
+        "none": None,
+        "full": jax.checkpoint_policies.nothing_saveable,
+        "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        **{
+            name: getattr(jax.checkpoint_policies, name)
+            for name in (
+                "everything_saveable",
+                "nothing_saveable",
+                "dots_saveable",
+                "checkpoint_dots",
+                "dots_with_no_batch_dims_saveable",
+                "checkpoint_dots_with_no_batch_dims",
+            )
+        },
+    }
+)
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class T5Config:
+    """Configuration of both networks; the names are T5X's.
+
+    Parameters are always float32; `dtype` is what activations and matrix products are computed in. Softmax, norms,
+    logits and the loss are at least float32 whatever `dtype` is.
+
+    Attributes:
+      vocab_size: rows of the embedding; a multiple of 128 suits accelerators and leaves room above the vocabulary.
+      dtype: compute dtype, a name ('bfloat16') or a numpy dtype.
+      emb_dim: width of the residual stream.
+      num_heads, head_dim: query heads and the width of each.
+      num_kv_heads: heads of keys and values (grouped-query attention); None means `num_heads`.
+      num_encoder_layers, num_decoder_layers: depth; the decoder-only network reads the second alone.
+      mlp_dim: width inside the MLP.
+      mlp_activations: one per input projection; their product enters the output projection. ('silu', 'linear') is
+        a gated MLP, ('relu',) a plain one.
+      dropout_rate: see `perex_t5x.models.dropout`.
+      logits_via_embedding: True ties the output projection to the embedding.
+      scan_layers: one scanned layer with stacked parameters (leading axis `layers`) instead of an unrolled stack.
+      remat_policy: what the backward pass keeps of each layer: 'none' (everything, no rematerialisation), 'full'
+        (nothing), 'minimal' (results of products with weights), or a name of `jax.checkpoint_policies`.
+
+    >>> T5Config(vocab_size=384, emb_dim=128, num_heads=4, head_dim=32, mlp_dim=256).kv_heads
+    4
+    """
+
+    vocab_size: int
+    dtype: str = "float32"
+    emb_dim: int = 512
+    num_heads: int = 8
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+    head_dim: int = 64
+    mlp_dim: int = 2048
+    mlp_activations: tuple[str, ...] = ("gelu", "linear")
+    dropout_rate: float = 0.0
+    logits_via_embedding: bool = False
+    num_kv_heads: int | None = None
+    scan_layers: bool = False
+    remat_policy: str = "none"
+
+    def __post_init__(self) -> None:
+        # Gin gives lists where a tuple was written with brackets, and dtypes as numpy objects.
+        object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
+        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+        for name in ("vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "num_decoder_layers"):
+            _check_positive(name, getattr(self, name), minimum=1)
+        _check_positive("num_encoder_layers", self.num_encoder_layers, minimum=0)
+        if self.num_kv_heads is not None:
+            _check_positive("num_kv_heads", self.num_kv_heads, minimum=1)
+            if self.num_heads % self.num_kv_heads:
+                fitting = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
+                raise ConfigError(
+                    f"T5Config.num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}. "
+                    f"These do: {', '.join(map(str, fitting))}."
+                )
+        if not self.mlp_activations:
+            raise ConfigError("T5Config.mlp_activations is empty: give at least one, e.g. ('gelu', 'linear').")
+        for activation in self.mlp_activations:
+            _check_known("mlp_activations", activation, ACTIVATIONS)
+        _check_known("remat_policy", self.remat_policy, REMAT_POLICIES)
+        if not 0.0 <= self.dropout_rate < 1.0:
+            raise ConfigError(
+                f"T5Config.dropout_rate = {self.dropout_rate}: must be in [0, 1), the fraction set to zero."
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.dtype)
+
+    @property
+    def wide_dtype(self) -> jnp.dtype:
+        """What norms, logits and the loss are computed in: `dtype`, but at least float32."""
+        return jnp.promote_types(self.compute_dtype, jnp.float32)
+
+
+def _dtype_name(dtype: object) -> str:
+    try:
+        name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    _check_known("dtype", name, DTYPES)
+    return name
+
+
+def _check_positive(name: str, value: object, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ConfigError(f"T5Config.{name} = {value!r}: must be an integer, at least {minimum}.")
+
+
+def _check_known(name: str, value: object, known: Mapping[str, object] | tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(
+            f"T5Config.{name}: unknown {value!r}.{did_you_mean(str(value), known)} Known: {', '.join(known)}."
+        )

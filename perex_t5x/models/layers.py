@@ -1,0 +1,110 @@
+"""The small parts: norm, projection, embedding, MLP. Parameters are float32 and carry logical axis names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from perex_t5x.models import dropout
+from perex_t5x.models.config import ACTIVATIONS, T5Config
+from perex_t5x.partitioning import constrain
+
+Initializer = Callable[..., jax.Array]
+
+fan_in_init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x²) + 1e-6) · scale, without mean subtraction or bias; computed in at least float32."""
+
+    config: T5Config
+
+    @nn.compact
+    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+        wide = self.config.wide_dtype
+        scale_D = self.param(
+            "scale",
+            nn.with_logical_partitioning(nn.initializers.ones_init(), ("embed",)),
+            (x_BxTxD.shape[-1],),
+            jnp.float32,
+        )
+        x_BxTxD = x_BxTxD.astype(wide)
+        mean_square_BxTx1 = jnp.mean(jnp.square(x_BxTxD), axis=-1, keepdims=True)
+        y_BxTxD = x_BxTxD * jax.lax.rsqrt(mean_square_BxTx1 + 1e-6)
+        scale_1x1xD = scale_D.astype(wide).reshape((1,) * (x_BxTxD.ndim - 1) + (-1,))
+        return (y_BxTxD * scale_1x1xD).astype(self.config.compute_dtype)
+
+
+class Dense(nn.Module):
+    """y = x W, no bias. `axes` names W's two dimensions."""
+
+    features: int
+    axes: tuple[str, str]
+    dtype: jnp.dtype
+    kernel_init: Initializer = fan_in_init
+
+    @nn.compact
+    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+        kernel_DxF = self.param(
+            "kernel",
+            nn.with_logical_partitioning(self.kernel_init, self.axes),
+            (x_BxTxD.shape[-1], self.features),
+            jnp.float32,
+        )
+        return project(x_BxTxD.astype(self.dtype), kernel_DxF.astype(self.dtype))
+
+
+def project(x_BxTxD: jax.Array, kernel_DxF: jax.Array) -> jax.Array:
+    """Contracts the last axis of x with the first of the kernel."""
+    return jax.lax.dot_general(x_BxTxD, kernel_DxF, (((x_BxTxD.ndim - 1,), (0,)), ((), ())))
+
+
+class Embed(nn.Module):
+    """Token embedding, and the tied output projection of it.
+
+    An id outside the table gives NaN rather than another token's vector: a vocabulary larger than `vocab_size` shows
+    in the first loss.
+    """
+
+    config: T5Config
+
+    def setup(self) -> None:
+        self.embedding = self.param(
+            "embedding",
+            nn.with_logical_partitioning(nn.initializers.normal(1.0), ("vocab", "embed")),
+            (self.config.vocab_size, self.config.emb_dim),
+            jnp.float32,
+        )
+
+    def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
+        x_BxTxD = self.embedding.at[tokens_BxT].get(mode="fill", fill_value=jnp.nan)
+        return constrain(x_BxTxD.astype(self.config.compute_dtype), ("batch", "length", "embed"))
+
+    def attend(self, x_BxTxD: jax.Array) -> jax.Array:
+        """Logits x Eᵀ / sqrt(D): the rows of E have unit variance, the scaling gives the logits the same."""
+        wide = self.config.wide_dtype
+        x_BxTxD = x_BxTxD.astype(wide) / math.sqrt(self.config.emb_dim)
+        return project(x_BxTxD, self.embedding.astype(wide).T)
+
+
+class MlpBlock(nn.Module):
+    """wo(act_0(wi_0 x) · act_1(wi_1 x) · ...): gated with two activations, plain with one (named `wi`)."""
+
+    config: T5Config
+
+    @nn.compact
+    def __call__(self, x_BxTxD: jax.Array, keys_B: jax.Array | None) -> jax.Array:
+        cfg = self.config
+        single = len(cfg.mlp_activations) == 1
+        hidden_BxTxF = None
+        for i, activation in enumerate(cfg.mlp_activations):
+            wi = Dense(cfg.mlp_dim, ("embed", "mlp"), cfg.compute_dtype, name="wi" if single else f"wi_{i}")
+            branch_BxTxF = ACTIVATIONS[activation](wi(x_BxTxD))
+            hidden_BxTxF = branch_BxTxF if hidden_BxTxF is None else hidden_BxTxF * branch_BxTxF
+        hidden_BxTxF = constrain(hidden_BxTxF, ("batch", "length", "mlp"))
+        hidden_BxTxF = dropout.dropout(hidden_BxTxF, keys_B, dropout.INSIDE_MLP, cfg.dropout_rate)
+        return Dense(cfg.emb_dim, ("mlp", "embed"), cfg.compute_dtype, name="wo")(hidden_BxTxF)

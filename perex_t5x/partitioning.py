@@ -1,0 +1,356 @@
+"""Mesh, logical axis rules, and the sharding of any pytree.
+
+Three mesh axes, always present: `replica` (slices over the data-centre network), `data` and `model`.
+A parameter or activation carries *logical* axis names (`embed`, `mlp`, ...); rules map these to mesh axes,
+the first rule that still fits wins:
+
+    rules = standard_logical_axis_rules(activation_partitioning_dims=1, parameter_partitioning_dims=1)
+    logical_to_mesh_axes(("embed", "mlp"), rules)          # PartitionSpec(None, 'model')
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from perex_t5x.errors import ConfigError
+
+MESH_AXES = ("replica", "data", "model")
+DATA_AXES = ("replica", "data")
+
+MeshAxes = str | tuple[str, ...] | None
+LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
+
+
+def standard_logical_axis_rules(
+    activation_partitioning_dims: int = 1,
+    parameter_partitioning_dims: int = 1,
+    additional_rules: LogicalAxisRules | None = None,
+) -> LogicalAxisRules:
+    """Returns T5X's standard rules, as (logical axis, mesh axis) pairs in order of priority.
+
+    Args:
+      activation_partitioning_dims: 2 also shards the `embed` axis of activations over `model`.
+      parameter_partitioning_dims: 2 also shards the `embed` axis of parameters over `data` (FSDP).
+      additional_rules: appended, for axis names of one's own.
+
+    >>> dict(standard_logical_axis_rules())["mlp"]
+    'model'
+    >>> dict(standard_logical_axis_rules(parameter_partitioning_dims=2))["embed"]
+    'data'
+    """
+    for name, dims in (
+        ("activation_partitioning_dims", activation_partitioning_dims),
+        ("parameter_partitioning_dims", parameter_partitioning_dims),
+    ):
+        if dims not in (1, 2):
+            raise ConfigError(f"standard_logical_axis_rules.{name} = {dims!r}: must be 1 or 2.")
+    rules: list[tuple[str, MeshAxes]] = [
+        ("batch", DATA_AXES),
+        ("vocab", "model"),
+        ("mlp", "model"),
+        ("heads", "model"),
+        ("joined_kv", "model"),
+    ]
+    if activation_partitioning_dims == 2:
+        rules.append(("embed", "model"))
+    if parameter_partitioning_dims == 2:
+        rules.append(("embed", "data"))
+    rules += [(name, None) for name in ("embed", "kv", "length", "layers", "relpos_buckets")]
+    return (*rules, *(additional_rules or ()))
+
+
+def logical_to_mesh_axes(names: Sequence[str | None], rules: LogicalAxisRules) -> PartitionSpec:
+    """Maps logical axis names to a `PartitionSpec`; a mesh axis is used at most once.
+
+    >>> logical_to_mesh_axes(("batch", "length", "embed"), [("batch", "data"), ("embed", "data")])
+    PartitionSpec('data', None, None)
+    """
+    unknown = [n for n in names if n is not None and n not in {rule[0] for rule in rules}]
+    if unknown:
+        raise ConfigError(
+            f"no logical axis rule for {unknown[0]!r} (axes {tuple(names)}). Add ({unknown[0]!r}, None) "
+            "or a mesh axis to PjitPartitioner.logical_axis_rules, for instance through "
+            "standard_logical_axis_rules.additional_rules."
+        )
+    spec: list[MeshAxes] = [None] * len(names)
+    settled = [name is None for name in names]
+    used: set[str] = set()
+    for logical, mesh_axes in rules:
+        for i, name in enumerate(names):
+            if settled[i] or name != logical:
+                continue
+            wanted = (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes or ())
+            if used & set(wanted):
+                continue  # a later rule for the same name may still fit
+            spec[i] = mesh_axes
+            settled[i] = True
+            used |= set(wanted)
+    return PartitionSpec(*spec)
+
+
+class _ConstraintContext(threading.local):
+    """Per thread: programs are traced in the background while others are traced in the foreground."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Mesh, LogicalAxisRules]] = []
+
+
+_constraint_context = _ConstraintContext()
+
+
+@contextlib.contextmanager
+def constraints(mesh: Mesh, rules: LogicalAxisRules) -> Iterator[None]:
+    """Within this context (while tracing) `constrain` applies `rules` on `mesh`."""
+    _constraint_context.stack.append((mesh, rules))
+    try:
+        yield
+    finally:
+        _constraint_context.stack.pop()
+
+
+def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
+    """Constrains an activation's sharding by logical names; the identity outside `constraints`."""
+    if not _constraint_context.stack:
+        return x
+    mesh, rules = _constraint_context.stack[-1]
+    if mesh.size == 1:
+        return x
+    spec = logical_to_mesh_axes(names, rules)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def _mesh_shape(
+    num_devices: int,
+    num_partitions: int | None,
+    model_parallel_submesh: Sequence[int] | None,
+) -> tuple[int, int]:
+    """Returns (data, model) sizes for the devices of one slice."""
+    if model_parallel_submesh:
+        submesh = math.prod(model_parallel_submesh)
+        if num_partitions not in (None, 1, submesh):
+            raise ConfigError(
+                f"PjitPartitioner.num_partitions = {num_partitions} and model_parallel_submesh = "
+                f"{tuple(model_parallel_submesh)} (product {submesh}) disagree: give one of them."
+            )
+        num_partitions = submesh
+    model = num_partitions or 1
+    if model < 1 or num_devices % model:
+        fitting = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
+        nearest = min(fitting, key=lambda d: (abs(d - model), d))
+        raise ConfigError(
+            f"PjitPartitioner.num_partitions = {model} does not divide the {num_devices} device(s) here. "
+            f"The nearest that does: num_partitions = {nearest} (mesh data {num_devices // nearest} "
+            f"x model {nearest})."
+        )
+    return num_devices // model, model
+
+
+class PjitPartitioner:
+    """Places arrays on a mesh (`replica`, `data`, `model`) by logical axis rules.
+
+    Args:
+      num_partitions: size of the `model` axis; the rest of the devices form `data`. Honoured on every
+        backend, CPU included.
+      model_parallel_submesh: T5X's way to say the same on a TPU torus; its product is the `model` axis, and
+        `jax.make_mesh` finds the placement.
+      ici_mesh_shape: explicit (replica, data, model) sizes within a slice, instead of `num_partitions`.
+      dcn_mesh_shape: explicit (replica, data, model) sizes across slices; the mesh is their product.
+      logical_axis_rules: see `standard_logical_axis_rules`, the default.
+      devices: what to build the mesh from; all devices by default.
+    """
+
+    def __init__(
+        self,
+        num_partitions: int | None = None,
+        model_parallel_submesh: Sequence[int] | None = None,
+        ici_mesh_shape: Sequence[int] | None = None,
+        dcn_mesh_shape: Sequence[int] | None = None,
+        logical_axis_rules: LogicalAxisRules | None = None,
+        devices: Sequence[Any] | None = None,
+    ):
+        if (num_partitions or model_parallel_submesh) and ici_mesh_shape:
+            raise ConfigError(
+                "PjitPartitioner: give either num_partitions / model_parallel_submesh or ici_mesh_shape."
+            )
+        rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
+        self.logical_axis_rules = tuple((name, axes) for name, axes in rules)
+        for name, axes in self.logical_axis_rules:
+            for axis in (axes,) if isinstance(axes, str) else axes or ():
+                if axis not in MESH_AXES:
+                    raise ConfigError(
+                        f"PjitPartitioner.logical_axis_rules maps {name!r} to {axis!r}; the mesh axes are "
+                        f"{MESH_AXES}."
+                    )
+        self.mesh = _make_mesh(
+            num_partitions,
+            model_parallel_submesh,
+            ici_mesh_shape,
+            dcn_mesh_shape,
+            list(devices) if devices is not None else jax.devices(),
+        )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Over how many shards the batch is split."""
+        return self.mesh.shape["replica"] * self.mesh.shape["data"]
+
+    @property
+    def model_parallel_size(self) -> int:
+        return self.mesh.shape["model"]
+
+    @property
+    def data_sharding(self) -> NamedSharding:
+        """Sharding of a batch: its leading axis over `replica` and `data`."""
+        return NamedSharding(self.mesh, PartitionSpec(DATA_AXES))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def constraints(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the models' activation constraints hold; enter it while tracing."""
+        return constraints(self.mesh, self.logical_axis_rules)
+
+    def params_shardings(self, boxed_params: Any) -> Any:
+        """Sharding of every parameter from its logical axis names (`nn.with_logical_partitioning`)."""
+
+        def sharding(path: Any, leaf: Any) -> NamedSharding:
+            names = leaf.names if isinstance(leaf, nn.LogicallyPartitioned) else ()
+            shape = getattr(leaf, "value", leaf).shape
+            if not names:
+                return self.replicated
+            spec = logical_to_mesh_axes(names, self.logical_axis_rules)
+            return NamedSharding(self.mesh, self._divisible(path, shape, spec))
+
+        return jax.tree_util.tree_map_with_path(
+            sharding, boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
+        )
+
+    def _divisible(self, path: Any, shape: Sequence[int], spec: PartitionSpec) -> PartitionSpec:
+        """Drops a mesh axis from dimensions it does not divide, and says so in the log."""
+        kept = list(spec)
+        for i, axes in enumerate(spec):
+            size = math.prod(self.mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))
+            if shape[i] % size:
+                logging.warning(
+                    "parameter %s: dimension %d of %s is not divisible by mesh axis %s (%d); replicated there.",
+                    path_name(path), i, tuple(shape), axes, size,
+                )  # fmt: skip
+                kept[i] = None
+        return PartitionSpec(*kept)
+
+    def shardings_like_params(self, tree: Any, params_shardings: Any, params_shapes: Any) -> Any:
+        """Sharding of any pytree (an optimizer state, say) by matching its leaves to parameters.
+
+        A leaf whose path ends with a parameter's path and whose shape is the parameter's gets its sharding
+        (`0.mu.decoder.mlp.wi.kernel` ends with `decoder.mlp.wi.kernel`). Everything else, counters and
+        factored moments among them, is replicated.
+        """
+        by_path = {
+            path_name(path): (sharding, tuple(shape.shape))
+            for (path, sharding), shape in zip(
+                jax.tree_util.tree_leaves_with_path(params_shardings),
+                jax.tree.leaves(params_shapes),
+                strict=True,
+            )
+        }
+
+        def sharding(path: Any, leaf: Any) -> NamedSharding:
+            parts = path_name(path).split("/")
+            for start in range(len(parts)):
+                match = by_path.get("/".join(parts[start:]))
+                if match and match[1] == tuple(leaf.shape):
+                    return match[0]
+            return self.replicated
+
+        return jax.tree_util.tree_map_with_path(sharding, tree)
+
+    def check_model(self, sharded_dimensions: Mapping[str, int]) -> None:
+        """Raises if a model dimension that is split over the `model` axis is not divisible by it."""
+        size = self.model_parallel_size
+        bad = {name: dim for name, dim in sharded_dimensions.items() if dim % size}
+        if bad:
+            listed = ", ".join(f"{name} = {dim}" for name, dim in bad.items())
+            common = math.gcd(*sharded_dimensions.values())
+            raise ConfigError(
+                f"the model axis has {size} partitions, but {listed} of the model is not divisible by {size}. "
+                f"Change the model, or set PjitPartitioner.num_partitions to a divisor of {common}."
+            )
+
+    def describe_batch(self, batch_size: int) -> str:
+        """One line that settles what BATCH_SIZE means, e.g. 'global batch 128 = 8 data shards x 16'."""
+        shards = self.data_parallel_size
+        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+        return (
+            f"global batch {batch_size} = {shards} data shard(s) x {batch_size // shards} examples; "
+            f"mesh {axes} on {self.mesh.size} device(s) of {jax.process_count()} process(es)"
+        )
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """Joins a jax key path with slashes: (DictKey('a'), GetAttrKey('mu')) -> 'a/mu'."""
+    parts = []
+    for key in path:
+        for attribute in ("key", "name", "idx"):
+            if hasattr(key, attribute):
+                parts.append(str(getattr(key, attribute)))
+                break
+    return "/".join(parts)
+
+
+def _make_mesh(
+    num_partitions: int | None,
+    model_parallel_submesh: Sequence[int] | None,
+    ici_mesh_shape: Sequence[int] | None,
+    dcn_mesh_shape: Sequence[int] | None,
+    devices: list[Any],
+) -> Mesh:
+    num_slices = len({getattr(d, "slice_index", 0) for d in devices})
+    dcn = _three("dcn_mesh_shape", dcn_mesh_shape) if dcn_mesh_shape else (num_slices, 1, 1)
+    across = math.prod(dcn)
+    if len(devices) % across:
+        raise ConfigError(
+            f"PjitPartitioner.dcn_mesh_shape = {dcn} asks for {across} slices, which does not divide the "
+            f"{len(devices)} device(s) here."
+        )
+    within = len(devices) // across
+    if ici_mesh_shape:
+        ici = _three("ici_mesh_shape", ici_mesh_shape)
+        if math.prod(ici) != within:
+            raise ConfigError(
+                f"PjitPartitioner.ici_mesh_shape = {ici} has {math.prod(ici)} devices, but there are {within} "
+                f"in a slice. For instance ici_mesh_shape = (1, {within // math.gcd(within, ici[2])}, "
+                f"{math.gcd(within, ici[2])})."
+            )
+    else:
+        ici = (1, *_mesh_shape(within, num_partitions, model_parallel_submesh))
+    if num_slices > 1:
+        from jax.experimental import mesh_utils
+
+        grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices=devices)
+        return Mesh(np.asarray(grid), MESH_AXES)
+    shape = tuple(i * d for i, d in zip(ici, dcn, strict=True))
+    auto = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
+    return jax.make_mesh(shape, MESH_AXES, axis_types=auto, devices=devices)
+
+
+def _three(name: str, shape: Sequence[int]) -> tuple[int, int, int]:
+    """Accepts (data, model) as T5X does, or (replica, data, model)."""
+    shape = tuple(int(s) for s in shape)
+    if len(shape) == 2:
+        shape = (1, *shape)
+    if len(shape) != 3 or min(shape) < 1:
+        raise ConfigError(
+            f"PjitPartitioner.{name} = {shape}: give (replica, data, model) or (data, model), all positive."
+        )
+    return shape

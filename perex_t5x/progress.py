@@ -1,0 +1,91 @@
+"""What a person sees while a run goes on: a live bar in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+
+class Progress:
+    """Shows step, loss, tokens/s and the time left. A context manager.
+
+    In a terminal: a `rich` bar, refreshed at most ten times a second. Elsewhere: one line every `period` seconds, and
+    none from processes other than 0.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        total: int,
+        *,
+        enabled: bool = True,
+        period: float = 10.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if total < start:
+            raise ValueError(f"total {total} is before start {start}")
+        self._start, self._total, self._enabled, self._period = start, total, enabled, period
+        self._stream = stream or sys.stderr
+        self._clock = clock
+        self._begun = self._last = clock()
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        if self._enabled and self._stream.isatty():
+            from rich import console, progress
+
+            self._bar = progress.Progress(
+                progress.TextColumn("[bold]{task.description}"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TextColumn("{task.fields[note]}"),
+                progress.TimeElapsedColumn(),
+                progress.TextColumn("ETA"),
+                progress.TimeRemainingColumn(),
+                console=console.Console(file=self._stream),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("training", total=self._total, completed=self._start, note="")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Tells that `step` steps are done; `values` are shown as they are named."""
+        if not self._enabled:
+            return
+        note = "  ".join(f"{name} {_short(value)}" for name, value in values.items())
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, note=note)
+            return
+        now = self._clock()
+        if now - self._last < self._period and step < self._total:
+            return
+        self._last = now
+        done = step - self._start
+        left = (now - self._begun) / done * (self._total - step) if done else float("nan")
+        print(f"step {step}/{self._total}  {note}  ETA {_duration(left)}", file=self._stream, flush=True)
+
+
+def _short(value: float) -> str:
+    """Four significant digits, thousands shortened: 0.01234, 3.142, 52.1k.
+
+    >>> _short(52133.0), _short(3.14159)
+    ('52.1k', '3.142')
+    """
+    if abs(value) >= 10_000:
+        return f"{value / 1000:.1f}k"
+    return f"{value:.4g}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds != seconds:
+        return "?"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,71 @@
+"""A run's folder: can it be written, is there room, and what the model in it is."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from perex_t5x.errors import ConfigError
+from perex_t5x.partitioning import path_name
+
+
+def prepare(model_dir: str, checkpoint_bytes: int = 0) -> None:
+    """Makes the folder; raises `ConfigError` if it cannot be written or has no room for one checkpoint.
+
+    Remote folders (gs://...) are left to the storage layer.
+    """
+    if "://" in model_dir:
+        return
+    try:
+        os.makedirs(model_dir, exist_ok=True)
+        with tempfile.TemporaryFile(dir=model_dir) as probe:
+            probe.write(b"x" * 4096)
+            probe.flush()
+    except OSError as e:
+        raise ConfigError(
+            f"MODEL_DIR = {model_dir!r} cannot be written: {e.strerror or e}. Choose a folder that can, with "
+            "--gin.MODEL_DIR=..., or free some space."
+        ) from e
+    free = shutil.disk_usage(model_dir).free
+    # The next checkpoint is written before an old one is removed.
+    if free < checkpoint_bytes:
+        raise ConfigError(
+            f"MODEL_DIR = {model_dir!r} has {free / 1e9:.2f} GB free, but one checkpoint of this run takes about "
+            f"{checkpoint_bytes / 1e9:.2f} GB. Free some space or choose another folder with --gin.MODEL_DIR=..."
+        )
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all leaves.
+
+    >>> tree_bytes({"w": jax.ShapeDtypeStruct((2, 3), "float32")})
+    24
+    """
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def write_model_info(model_dir: str, boxed_params: Any, shardings: Any, state_shapes: Any) -> str:
+    """Writes `model-info.txt`: each parameter with shape, logical axes and mesh axes; returns a one-line summary."""
+    params = jax.tree_util.tree_leaves_with_path(
+        boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
+    )
+    lines = []
+    total = 0
+    for (path, leaf), sharding in zip(params, jax.tree.leaves(shardings), strict=True):
+        names = leaf.names if isinstance(leaf, nn.LogicallyPartitioned) else ()
+        value = getattr(leaf, "value", leaf)
+        size = math.prod(value.shape)
+        total += size
+        name = path_name([key for key in path if getattr(key, "name", None) != "value"])
+        lines.append(f"{name:<64} {size:>14,}  {tuple(value.shape)!s:<24} {tuple(names)!s:<28} {sharding.spec}")
+    state_bytes = tree_bytes(state_shapes)
+    summary = f"{total:,} parameters; state {state_bytes / 1e6:,.1f} MB (parameters and optimizer)"
+    with open(os.path.join(model_dir, "model-info.txt"), "w", encoding="utf-8") as f:
+        f.write("\n".join([*lines, "", summary, ""]))
+    return summary

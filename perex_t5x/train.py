@@ -1,0 +1,228 @@
+"""Train a model: `python -m perex_t5x.train --gin_file=runs/quickstart.gin --gin.MODEL_DIR=...`
+
+    python -m perex_t5x.train --gin_file=models/tiny.gin --gin_file=runs/pretrain.gin \\
+      --gin.MODEL_DIR=runs/first --gin.MIXTURE_OR_TASK_NAME=python_stdlib_lm \\
+      --gin.TASK_FEATURE_LENGTHS="{'targets': 128}" --gin.TRAIN_STEPS=1000
+
+The same command, started again, resumes from the newest checkpoint in MODEL_DIR.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from absl import logging
+
+from perex_t5x import checkpoints, gin_utils, loop, run_dir
+from perex_t5x.data.feed import batch_spec, make_feed
+from perex_t5x.errors import ConfigError
+from perex_t5x.metrics import MetricsWriter
+from perex_t5x.partitioning import PjitPartitioner
+from perex_t5x.trainer import Trainer, TrainState
+from perex_t5x.utils import CheckpointConfig, DatasetConfig
+
+
+def train(
+    *,
+    model: Any,
+    train_dataset_cfg: DatasetConfig,
+    train_eval_dataset_cfg: DatasetConfig | None = None,
+    infer_eval_dataset_cfg: DatasetConfig | None = None,
+    checkpoint_cfg: CheckpointConfig,
+    partitioner: PjitPartitioner,
+    trainer_cls: Callable[..., Trainer],
+    model_dir: str,
+    total_steps: int,
+    eval_steps: int | None = 20,
+    eval_period: int = 1000,
+    stats_period: int | None = None,
+    relative_steps: int | None = None,
+    random_seed: int | None = None,
+    use_hardware_rng: bool = False,
+    summarize_config_fn: Callable[..., None] = gin_utils.summarize_gin_config,
+    inference_evaluator_cls: Callable[..., Any] | None = None,
+    profile_steps: tuple[int, int] | None = None,
+    dry_run: bool = False,
+) -> tuple[int, TrainState]:
+    """Trains, and returns (last step, state).
+
+    Args:
+      model: see `perex_t5x.models`; carries its optimizer (`optimizer_def`).
+      train_dataset_cfg: what to train on.
+      train_eval_dataset_cfg: teacher-forced evaluation every `eval_period` steps; None: none.
+      infer_eval_dataset_cfg: evaluation by decoding with a SeqIO evaluator, at the same steps; None: none.
+      checkpoint_cfg: saving and restoring. Restored is, in this order: the newest checkpoint in `model_dir`,
+        `checkpoint_cfg.restore.path`, nothing.
+      partitioner: the mesh.
+      trainer_cls: makes the trainer from (model, partitioner); in Gin `@trainer.Trainer`.
+      model_dir: everything the run writes is in here.
+      total_steps: the step to stop at, earlier training included.
+      eval_steps: batches per evaluation; None: the whole split.
+      eval_period: steps between evaluations.
+      stats_period: steps between log lines; None: `eval_period`, at most 100.
+      relative_steps: stop this many steps after the restored one, instead of at `total_steps`.
+      random_seed: of initialisation and dropout; None: drawn once, and kept by the checkpoint.
+      use_hardware_rng: of T5X. Masks here belong to examples, which a hardware generator cannot give: ignored.
+      summarize_config_fn: writes `config.gin`.
+      inference_evaluator_cls: `@seqio.Evaluator`, with its loggers bound.
+      profile_steps: (first, last) steps to write a profiler trace of.
+      dry_run: stop after all checks, before the first compile.
+    """
+    started = time.monotonic()
+    _check(total_steps, relative_steps, eval_period, stats_period, use_hardware_rng)
+    trainer = trainer_cls(model=model, partitioner=partitioner)
+    trainer.check_batch_size(train_dataset_cfg.batch_size)
+    partitioner.check_model(model.sharded_dimensions())
+    logging.info("%s", partitioner.describe_batch(train_dataset_cfg.batch_size))
+
+    spec = batch_spec(train_dataset_cfg, model.FEATURE_CONVERTER_CLS)
+    shapes, shardings, boxed_params = trainer.abstract_state({k: v.shape for k, v in spec.items()})
+    run_dir.prepare(model_dir, run_dir.tree_bytes(shapes))
+    is_writer = jax.process_index() == 0
+    if is_writer:
+        info = run_dir.write_model_info(model_dir, boxed_params, shardings.params, shapes)
+        logging.info("%s", info)
+        summarize_config_fn(model_dir, None, 0)
+    if dry_run:
+        print(f"dry run: the configuration is fine. {info}. Nothing was compiled or trained.")
+        return 0, shapes
+
+    source = _where_to_start(model_dir, checkpoint_cfg)
+    own = source is not None and os.path.dirname(source) == checkpoints.absolute(model_dir)
+    saved_run = checkpoints.read_run(source) if own else {}
+
+    with ThreadPoolExecutor(1) as compiler:
+        # The step compiles in the background while examples are read and parameters are made.
+        compiling = compiler.submit(_timed, lambda: trainer.compiled_step(shapes, shardings, spec))
+        feed = make_feed(train_dataset_cfg, model.FEATURE_CONVERTER_CLS, saved_position=saved_run.get("data"))
+        logging.info("%s", feed.description)
+        evaluators = loop.make_evaluators(
+            trainer, train_eval_dataset_cfg, infer_eval_dataset_cfg, inference_evaluator_cls, eval_steps, model_dir
+        )
+        for evaluator in evaluators:
+            evaluator.compile(compiler, shapes.params, shardings.params)
+        init_started = time.monotonic()
+        seed = saved_run.get("random_seed", random_seed)
+        seed = secrets.randbits(31) if seed is None else seed
+        state = _initial_state(trainer, spec, shapes, shardings, seed, source, own, checkpoint_cfg)
+        init_seconds = time.monotonic() - init_started
+        first_step = int(state.step)
+        if own:
+            feed.restore(checkpoints.data_dir(source))
+        step_fn, compile_seconds = compiling.result()
+
+    last_step = first_step + relative_steps if relative_steps is not None else total_steps
+    writer = MetricsWriter(model_dir, enabled=is_writer)
+    writer.forget_after(first_step)
+    writer.write(
+        "train",
+        first_step,
+        {
+            "timing/compilation_seconds": compile_seconds,
+            "timing/init_or_restore_seconds": init_seconds,
+            "timing/start_seconds": time.monotonic() - started,
+        },
+    )
+    run = loop.Loop(
+        trainer=trainer,
+        step_fn=step_fn,
+        feed=feed,
+        evaluators=evaluators,
+        checkpointer=checkpoints.Checkpointer(model_dir, checkpoint_cfg.save),
+        writer=writer,
+        last_step=last_step,
+        eval_period=eval_period,
+        stats_period=stats_period or min(eval_period, 100),
+        run_info={"random_seed": seed},
+        profile_steps=profile_steps,
+        model_dir=model_dir,
+    )
+    try:
+        state = run(state)
+    finally:
+        run.close()
+    return int(state.step), state
+
+
+def _timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    begun = time.monotonic()
+    return function(), time.monotonic() - begun
+
+
+def _check(
+    total_steps: int,
+    relative_steps: int | None,
+    eval_period: int,
+    stats_period: int | None,
+    use_hardware_rng: bool,
+) -> None:
+    for name, value in (
+        ("total_steps", total_steps),
+        ("relative_steps", relative_steps),
+        ("eval_period", eval_period),
+        ("stats_period", stats_period),
+    ):
+        optional = name in ("relative_steps", "stats_period")
+        if value is None and optional:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            macro = " (macro TRAIN_STEPS)" if name == "total_steps" else ""
+            raise ConfigError(f"train.{name} = {value!r}{macro}: must be a positive whole number.")
+    if use_hardware_rng:
+        logging.warning("train.use_hardware_rng is ignored: dropout masks are drawn per example.")
+
+
+def _where_to_start(model_dir: str, config: CheckpointConfig) -> str | None:
+    """The checkpoint to read: the newest in the run's folder, else the one to start from, else None."""
+    own = checkpoints.newest(model_dir)
+    if own is not None:
+        return own
+    if config.restore is None or not config.restore.path:
+        return None
+    return checkpoints.checkpoint_paths(config.restore.path, config.restore.mode)[-1]
+
+
+def _initial_state(
+    trainer: Trainer,
+    spec: Any,
+    shapes: TrainState,
+    shardings: TrainState,
+    seed: int,
+    source: str | None,
+    own: bool,
+    config: CheckpointConfig,
+) -> TrainState:
+    """Restored where there is something to restore; what is missing is initialised."""
+    input_shapes = {k: v.shape for k, v in spec.items()}
+
+    def fresh() -> TrainState:
+        init = jax.jit(lambda key: trainer.init_state(key, input_shapes), out_shardings=shardings)
+        return init(jax.random.key(seed))
+
+    if source is None:
+        return fresh()
+    restored = checkpoints.restore(source, shapes, shardings, None if own else config.restore)
+    base = fresh() if checkpoints.leaves_missing(shapes, restored) else shapes
+    logging.info("starting from %s (step %d)", source, restored.step)
+    return checkpoints.merge(base, restored)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    from perex_t5x import cli
+
+    cli.run(train, __doc__, argv)
+
+
+if __name__ == "__main__":
+    # `python -m` runs this file as `__main__`; Gin must configure the one function of `perex_t5x.train`, also where a
+    # ported file says `import __main__ as train_script`.
+    from perex_t5x import train as _this
+
+    train = _this.train
+    _this.main()

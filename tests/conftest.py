@@ -1,0 +1,30 @@
+"""Set before jax is imported: 8 fake CPU devices, a compilation cache, and no silent broadcasting of ranks."""
+
+import os
+import sys
+import tempfile
+
+_FAKE_DEVICES = "--xla_force_host_platform_device_count=8"
+if "jax" in sys.modules and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    raise RuntimeError("jax was imported before tests/conftest.py could ask for 8 CPU devices")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAKE_DEVICES}".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+
+import gin  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_compilation_cache_dir", os.path.join(tempfile.gettempdir(), f"perex_t5x_jax_cache_{os.getuid()}"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_gin():
+    """Every test starts and ends without Gin bindings."""
+    gin.clear_config(clear_constants=False)
+    yield
+    gin.config._CONFIG_IS_LOCKED = False
+    gin.clear_config(clear_constants=False)
