@@ -33,7 +33,7 @@ class _FeedHandler(ocp.CheckpointHandler):
     """Lets a streaming feed write its iterator's state inside Orbax's commit."""
 
     def save(self, directory: epath.Path, args: FeedSave) -> None:
-        args.feed.save_state(os.fspath(directory))
+        args.feed.save_state(os.fspath(directory), args.step)
 
     def restore(self, directory: epath.Path, args: Any = None) -> None:
         raise NotImplementedError("a feed restores its own state: see data_dir")
@@ -43,6 +43,7 @@ class _FeedHandler(ocp.CheckpointHandler):
 @dataclasses.dataclass
 class FeedSave(ocp.args.CheckpointArgs):
     feed: Any = None
+    step: int = 0
 
 
 class Checkpointer:
@@ -75,7 +76,7 @@ class Checkpointer:
             tree["target"] = jax.tree.map(lambda x: _cast(x, np.dtype(self._config.dtype)), tree["target"])
         items = {"state": ocp.args.PyTreeSave(tree), "run": ocp.args.JsonSave(dict(run))}
         if feed is not None:
-            items["data"] = FeedSave(feed)
+            items["data"] = FeedSave(feed, step)
         with _explained(self._model_dir):
             self._manager.save(step, args=ocp.args.Composite(**items))
 

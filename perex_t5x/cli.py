@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from absl import app, flags, logging
+from absl import app, flags
 
-from perex_t5x import gin_utils
+from perex_t5x import console, gin_utils
 from perex_t5x.errors import ConfigError, TrainingError
 
 EXIT_ERROR = 1
@@ -78,8 +79,7 @@ def run(function: Callable[..., Any], usage: str, argv: Sequence[str] | None = N
     def main(_: Sequence[str]) -> None:
         import gin
 
-        logging.set_verbosity(logging.INFO)
-        logging.use_absl_handler()
+        console.set_up(everything=FLAGS.alsologtostderr)
         if not FLAGS.gin_file:
             raise ConfigError(
                 "no --gin_file given. For a first run: python -m perex_t5x.train --gin_file=runs/quickstart.gin"
@@ -135,5 +135,7 @@ def _reporting(main: Callable[[Sequence[str]], None]) -> Callable[[Sequence[str]
 
 
 def _fail(message: str, status: int) -> None:
+    # Gin adds a line for every configurable that was being made; the messages name their bindings themselves.
+    message = re.sub(r"\n\s*In call to configurable .*", "", message)
     print(f"\nERROR: {message}" if status != EXIT_INTERRUPTED else f"\n{message}", file=sys.stderr, flush=True)
     sys.exit(status)

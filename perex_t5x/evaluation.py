@@ -41,7 +41,7 @@ class TrainEvaluator:
             )
         self._trainer = trainer
         self._steps = None if eval_steps in (None, -1) else eval_steps
-        converter = trainer.model.FEATURE_CONVERTER_CLS
+        converter = trainer.model.FEATURE_CONVERTER_CLS()
         self.feeds: dict[str, Feed] = {
             name: make_feed(
                 dataclasses.replace(config, mixture_or_task_name=name),

@@ -81,7 +81,7 @@ def train(
     partitioner.check_model(model.sharded_dimensions())
     logging.info("%s", partitioner.describe_batch(train_dataset_cfg.batch_size))
 
-    spec = batch_spec(train_dataset_cfg, model.FEATURE_CONVERTER_CLS)
+    spec = batch_spec(train_dataset_cfg, model.FEATURE_CONVERTER_CLS())
     shapes, shardings, boxed_params = trainer.abstract_state({k: v.shape for k, v in spec.items()})
     run_dir.prepare(model_dir, run_dir.tree_bytes(shapes))
     is_writer = jax.process_index() == 0
@@ -100,7 +100,7 @@ def train(
     with ThreadPoolExecutor(1) as compiler:
         # The step compiles in the background while examples are read and parameters are made.
         compiling = compiler.submit(_timed, lambda: trainer.compiled_step(shapes, shardings, spec))
-        feed = make_feed(train_dataset_cfg, model.FEATURE_CONVERTER_CLS, saved_position=saved_run.get("data"))
+        feed = make_feed(train_dataset_cfg, model.FEATURE_CONVERTER_CLS(), saved_position=saved_run.get("data"))
         logging.info("%s", feed.description)
         evaluators = loop.make_evaluators(
             trainer, train_eval_dataset_cfg, infer_eval_dataset_cfg, inference_evaluator_cls, eval_steps, model_dir

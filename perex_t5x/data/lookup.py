@@ -14,9 +14,11 @@ def get_mixture_or_task(name: str, module: str | None = None) -> Any:
 
     The package's own tasks are always registered, with the arguments that Gin binds.
     """
+    import gin
     import seqio
 
-    from perex_t5x.data import tasks
+    with gin.unlock_config():  # the tasks' functions register with Gin when first imported
+        from perex_t5x.data import tasks
 
     tasks.register_all()
     if module:
@@ -41,9 +43,23 @@ def get_mixture_or_task(name: str, module: str | None = None) -> Any:
     )
 
 
+def _splits(provider: Any) -> list[str]:
+    import seqio
+
+    for task in seqio.get_subtasks(provider):
+        if isinstance(task.source, seqio.TfdsDataSource) and not task.source.splits:
+            loader = task.source.tfds_dataset
+            raise ConfigError(
+                f"Task {task.name!r} reads the TFDS dataset {loader.name!r}, which is not prepared "
+                f"in {loader.data_dir or '~/tensorflow_datasets'}. Give its folder with "
+                f"--tfds_data_dir, or prepare it there with `tfds build {loader.name}`."
+            )
+    return [str(s) for s in provider.splits]
+
+
 def check_split(provider: Any, split: str) -> None:
     # A TFDS source also takes slices ('train[:1%]'), which its list of splits does not name.
-    known = [str(s) for s in provider.splits]
+    known = _splits(provider)
     if split.split("[")[0] not in known:
         raise ConfigError(
             f"DatasetConfig.split = {split!r}: {provider.name!r} has the splits "

@@ -35,7 +35,7 @@ def permutation(size: int, *key: int) -> np.ndarray:
     """A uniformly random permutation of range(size) that is a function of `key`.
 
     >>> permutation(8, 0, 0).tolist()
-    [3, 6, 7, 5, 0, 4, 2, 1]
+    [1, 3, 6, 5, 0, 7, 4, 2]
     """
     start = np.uint64(_combine(*key))
     numbers = _hash(start + np.arange(size, dtype=np.uint64) * np.uint64(_GOLDEN))

@@ -13,26 +13,49 @@ NOISE_DENSITY = 0.15
 MEAN_SPAN_LENGTH = 3.0
 
 
-def _chunks(ds: tf.data.Dataset, feature: str, length: int) -> tf.data.Dataset:
-    """Chunks of `length` tokens and, last of each document, the 1 to `length` that remain."""
+def _sections(ds: tf.data.Dataset, feature: str, length: int) -> tf.data.Dataset:
+    """Pieces of `length` tokens and, last of each document, the 1 to `length` that remain."""
 
-    def rows(ex):
+    def pieces(ex):
         tokens = ex[feature]
         rest = (tf.size(tokens) - 1) % length + 1
-        full = tf.reshape(tokens[: tf.size(tokens) - rest], [-1, length])
-        chunks = tf.data.Dataset.from_tensor_slices({feature: full})
+        whole = tf.reshape(tokens[: tf.size(tokens) - rest], [-1, length])
         last = tf.data.Dataset.from_tensors({feature: tokens[-rest:]})
-        return chunks.concatenate(last)
+        return tf.data.Dataset.from_tensor_slices({feature: whole}).concatenate(last)
 
-    # Work per document, none per chunk: a `map` over chunks would cost ten times the rest.
-    return ds.filter(lambda ex: tf.size(ex[feature]) > 0).flat_map(rows)
+    return ds.filter(lambda ex: tf.size(ex[feature]) > 0).flat_map(pieces)
+
+
+def _chunks(ds: tf.data.Dataset, feature: str, length: int) -> tf.data.Dataset:
+    """Chunks of at most `length` tokens; the short ones come together.
+
+    Packing puts neighbours into one row, and a document's short end beside another's full chunk
+    would stay alone. So documents are taken in groups: first all full chunks, then all ends.
+    Sections bound a group's memory whatever the size of a document. The work is done per section,
+    hardly any per chunk: a `map` over chunks would cost ten times the rest.
+    """
+
+    def chunks(group):
+        tokens = group[feature]
+        ends = tokens.row_lengths() % length
+        place = tf.ragged.range(tokens.row_lengths())
+        is_end = (place >= (tokens.row_lengths() - ends)[:, None]).flat_values
+        whole = tf.reshape(tf.boolean_mask(tokens.flat_values, ~is_end), [-1, length])
+        padded = tf.RaggedTensor.from_row_lengths(
+            tf.boolean_mask(tokens.flat_values, is_end), ends
+        ).to_tensor()
+        short = tf.data.Dataset.from_tensor_slices((padded, ends))
+        short = short.filter(lambda row, n: n > 0).map(lambda row, n: {feature: row[:n]})
+        return tf.data.Dataset.from_tensor_slices({feature: whole}).concatenate(short)
+
+    return _sections(ds, feature, 64 * length).ragged_batch(64).flat_map(chunks)
 
 
 def split_into_chunks(ds: tf.data.Dataset, sequence_length: Mapping[str, int]) -> tf.data.Dataset:
     """Cuts `targets` into chunks of at most `sequence_length['targets']`; no token is lost.
 
     A document of 300 tokens at length 128 gives chunks of 128, 128 and 44. With `pack=True` the
-    short ends of several documents share a row.
+    short ends of neighbouring documents share a row.
     """
     return _chunks(ds, "targets", sequence_length["targets"])
 

@@ -60,7 +60,10 @@ class Dense(nn.Module):
 
 def project(x_BxTxD: jax.Array, kernel_DxF: jax.Array) -> jax.Array:
     """Contracts the last axis of x with the first of the kernel."""
-    return jax.lax.dot_general(x_BxTxD, kernel_DxF, (((x_BxTxD.ndim - 1,), (0,)), ((), ())))
+    # As a product of two matrices: on CPUs XLA is up to twice as fast with these as with a batch of rows.
+    x_MxD = x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
+    y_MxF = jax.lax.dot_general(x_MxD, kernel_DxF, (((1,), (0,)), ((), ())))
+    return y_MxF.reshape(*x_BxTxD.shape[:-1], kernel_DxF.shape[-1])
 
 
 class Embed(nn.Module):

@@ -1,0 +1,40 @@
+"""What a command prints while it runs: this package's own messages and everybody's warnings, one short line each."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+from absl import logging as absl_logging
+
+_PACKAGE = __name__.split(".")[0]
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints to whatever `sys.stderr` is at the time: a live progress bar redirects it to stay below the messages."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        mark = "" if record.levelno < logging.WARNING else f"{record.levelname}: "
+        try:
+            print(f"{clock} {mark}{record.getMessage()}", file=sys.stderr, flush=True)
+        except (OSError, ValueError):  # stderr is closed, or its disk is full: a message is not worth a run
+            pass
+
+
+def _is_ours_or_serious(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or f"/{_PACKAGE}/" in record.pathname.replace("\\", "/")
+
+
+def set_up(everything: bool = False) -> None:
+    """Routes log messages to the terminal; `everything` (`--alsologtostderr`) includes other libraries' chatter."""
+    absl_logging.set_verbosity(absl_logging.INFO)
+    handler = _ConsoleHandler()
+    if not everything:
+        handler.addFilter(_is_ours_or_serious)
+    absl_logging.use_absl_handler()
+    root = logging.getLogger()
+    root.handlers = [handler]
+    logging.getLogger("absl").handlers = []
+    logging.getLogger("absl").propagate = True

@@ -1,0 +1,134 @@
+"""The cached feed: an index-addressed copy of the examples, in an order that is pure arithmetic."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from perex_t5x.data import placement, stores
+from perex_t5x.data.feed import EndOfData, Feed
+from perex_t5x.data.order import EpochOrder, MixedOrder
+from perex_t5x.data.rows import from_records
+from perex_t5x.errors import ConfigError
+
+
+def _component_tasks(provider: Any, split: str) -> tuple[list[Any], list[float]]:
+    """The tasks that have the split, with their mixing rates."""
+    import seqio
+
+    tasks = [
+        t
+        for t in seqio.get_subtasks(provider)
+        if split.split("[")[0] in [str(s) for s in t.splits]
+    ]
+    if isinstance(provider, seqio.Task):
+        return tasks, [1.0]
+    return tasks, [float(provider.get_rate(t)) for t in tasks]
+
+
+class CachedFeed(Feed):
+    """Batches of step t are rows t·B ... (t+1)·B − 1 of an endless order.
+
+    Guarantees: the batch is a function of (examples, seed, step), the same for any number of
+    processes and any sharding; every epoch of a task sees each of its rows once; nothing has to be
+    restored. A feed that does not repeat gives a mixture's tasks one after the other, each row once.
+    """
+
+    def __init__(
+        self,
+        *,
+        cfg: Any,
+        provider: Any,
+        converter: Any,
+        lengths: Mapping[str, int],
+        spec: dict[str, jax.ShapeDtypeStruct],
+        seed: int | None,
+        repeat: bool,
+        pad_remainder: bool,
+    ):
+        started = time.monotonic()
+        tasks, rates = _component_tasks(provider, cfg.split)
+        self._stores = [
+            stores.open_store(t, converter, cfg.split, lengths, cfg, spec) for t in tasks
+        ]
+        sizes = [len(s) for s in self._stores]
+        for task, size in zip(tasks, sizes, strict=True):
+            if not size:
+                raise ConfigError(
+                    f"Task {task.name!r}, split {cfg.split!r}, gives no examples at all. Check its "
+                    "source, and that its preprocessors do not filter everything out."
+                )
+        self._starts = np.concatenate([[0], np.cumsum(sizes)])
+        self.element_spec = dict(spec)
+        self._dtypes = {name: feature.dtype for name, feature in spec.items()}
+        self.num_examples = sum(sizes)
+        self._seed = seed
+        if repeat and len(sizes) > 1:
+            self._order = MixedOrder(sizes, rates, seed)
+        else:
+            self._order = EpochOrder(self.num_examples, seed)
+        self.num_steps = None
+        if not repeat:
+            full, rest = divmod(self.num_examples, self.batch_size)
+            self.num_steps = full + (1 if rest and pad_remainder else 0)
+            if not self.num_steps:
+                raise ConfigError(
+                    f"{provider.name!r}, split {cfg.split!r}, has {self.num_examples} rows, fewer "
+                    f"than one batch of {self.batch_size}: make DatasetConfig.batch_size smaller."
+                )
+        prints = [s.fingerprint for s in self._stores]
+        if len(prints) > 1:
+            shares = [repr(r / sum(rates)) for r in rates] if repeat else []
+            prints = [hashlib.sha256(" ".join(prints + shares).encode()).hexdigest()]
+        self.fingerprint = prints[0]
+        self.description = (
+            f"{provider.name}/{cfg.split}: cached {self._stores[0].where}, {self.num_examples} "
+            f"rows, {sum(s.num_bytes for s in self._stores) / 1e6:.1f} MB, "
+            f"{self.steps_per_epoch} steps of {self.batch_size} per epoch, seed {seed}, "
+            f"fingerprint {self.fingerprint[:12]}, ready in {time.monotonic() - started:.1f} s"
+        )
+
+    def _records(self, rows: np.ndarray) -> np.ndarray:
+        if len(self._stores) == 1:
+            return self._stores[0].read(rows)
+        owner = np.searchsorted(self._starts, rows, side="right") - 1
+        records = np.empty(len(rows), self._stores[0].dtype)
+        for k in np.unique(owner):
+            chosen = owner == k
+            records[chosen] = self._stores[k].read(rows[chosen] - self._starts[k])
+        return records
+
+    def _read(self, first: int, last: int) -> dict[str, np.ndarray]:
+        """Rows at places first..last of the order; all-zero rows behind the end."""
+        end = last if self.num_steps is None else min(last, self.num_examples)
+        if end <= first:
+            records = np.empty(0, self._stores[0].dtype)
+        else:
+            records = self._records(self._order.rows(np.arange(first, end)))
+        return from_records(records, self._dtypes, last - first)
+
+    def batch(self, step: int, sharding: placement.Shardings | None = None) -> dict[str, Any]:
+        if step < 0 or (self.num_steps is not None and step >= self.num_steps):
+            raise EndOfData(f"step {step} of a feed of {self.num_steps} steps")
+        start = step * self.batch_size
+        if sharding is None:
+            return self._read(start, start + self.batch_size)
+        return placement.place(
+            lambda a, b: self._read(start + a, start + b), self.element_spec, sharding
+        )
+
+    def _position(self, step: int) -> dict[str, Any]:
+        return {
+            "feed": "cached",
+            "step": int(step),
+            "seed": self._seed,
+            "shuffle": self._seed is not None,
+            "batch_size": self.batch_size,
+            "num_examples": self.num_examples,
+            "fingerprint": self.fingerprint,
+        }

@@ -1,0 +1,224 @@
+"""What the training loop asks for: the global batch of a step."""
+
+from __future__ import annotations
+
+import abc
+import math
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from perex_t5x.data import lookup
+from perex_t5x.data.placement import Shardings
+from perex_t5x.errors import ConfigError, did_you_mean
+
+FEEDS = ("auto", "cached", "streaming")
+
+
+class EndOfData(IndexError):
+    """Asked for a batch behind the last one of a feed that does not repeat."""
+
+
+class Feed(abc.ABC):
+    """Batches by step.
+
+    Attributes:
+      element_spec: shapes [batch_size, length] and dtypes of the global batch.
+      num_examples: rows of one epoch; None if unknown.
+      num_steps: batches until `EndOfData`; None if it repeats for ever or the end is not known.
+      description: one line for the log.
+      has_state: whether `save_state` must be called for a checkpoint (streaming).
+    """
+
+    element_spec: dict[str, jax.ShapeDtypeStruct]
+    num_examples: int | None
+    num_steps: int | None
+    description: str
+    has_state: bool = False
+
+    @property
+    def batch_size(self) -> int:
+        return next(iter(self.element_spec.values())).shape[0]
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Batches that it takes to see every row once; None if unknown."""
+        if self.num_steps is not None:
+            return self.num_steps
+        return None if self.num_examples is None else math.ceil(self.num_examples / self.batch_size)
+
+    @abc.abstractmethod
+    def batch(self, step: int, sharding: Shardings | None = None) -> dict[str, Any]:
+        """The global batch of step `step` (from 0): jax arrays, or NumPy without shardings."""
+
+    @abc.abstractmethod
+    def _position(self, step: int) -> dict[str, Any]: ...
+
+    def position(self, step: int) -> dict[str, Any]:
+        """What a checkpoint at `step` has to remember, as JSON."""
+        return self._position(step)
+
+    def epoch(
+        self, sharding: Shardings | None = None, max_steps: int | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Batches 0, 1, ... of a feed that does not repeat, at most `max_steps`."""
+        step = 0
+        while max_steps is None or step < max_steps:
+            try:
+                batch = self.batch(step, sharding)
+            except EndOfData:
+                return
+            yield batch
+            step += 1
+
+    def check_position(self, saved: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` if `saved` is a position in other data or another order."""
+        current = self._position(int(saved.get("step", 0)))
+        names = {
+            "feed": "DatasetConfig.feed",
+            "fingerprint": "the examples (task, lengths, pack, vocabulary, or the text itself)",
+            "num_examples": "the number of examples",
+            "shuffle": "DatasetConfig.shuffle",
+            "seed": "DatasetConfig.seed",
+            "batch_size": "DatasetConfig.batch_size (BATCH_SIZE)",
+        }
+        changed = [
+            f"{what}: saved {saved[key]!r}, now {current.get(key)!r}"
+            for key, what in names.items()
+            if key in saved and saved[key] != current.get(key)
+        ]
+        if changed:
+            raise ConfigError(
+                "The checkpoint's data position does not fit this configuration, so the run cannot "
+                f"continue where it stopped. Changed: {'; '.join(changed)}. Restore the old "
+                "setting, or begin another MODEL_DIR from this checkpoint's parameters with "
+                "CheckpointConfig.restore.path."
+            )
+
+    def save_state(self, directory: str, step: int | None = None) -> None:
+        """Writes what `position` cannot hold; nothing for a cached feed."""
+
+    def restore(self, directory: str) -> None:
+        """Reads what `save_state` wrote."""
+
+
+def batch_spec(cfg: Any, feature_converter_cls: type) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the global batch, from the configuration alone; reads no data."""
+    provider = lookup.get_mixture_or_task(cfg.mixture_or_task_name, cfg.module)
+    lengths = lookup.check_feature_lengths(
+        provider, cfg.task_feature_lengths, feature_converter_cls
+    )
+    return _spec(cfg, feature_converter_cls(pack=cfg.pack), lengths)
+
+
+def _spec(cfg: Any, converter: Any, lengths: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+    dtypes = {name: feature.dtype for name, feature in converter.MODEL_FEATURES.items()}
+    if converter.pack:
+        dtypes.update(converter.PACKING_FEATURE_DTYPES)
+    return {
+        name: jax.ShapeDtypeStruct((cfg.batch_size, length), np.dtype(dtypes[name].as_numpy_dtype))
+        for name, length in sorted(converter.get_model_feature_lengths(lengths).items())
+    }
+
+
+def _order_seed(cfg: Any, saved_position: Mapping[str, Any] | None) -> int | None:
+    """The seed of the order, the same on every process; None without shuffling."""
+    if not cfg.shuffle:
+        return None
+    if cfg.seed is not None:
+        return int(cfg.seed)
+    if saved_position and saved_position.get("seed") is not None:
+        return int(saved_position["seed"])
+    seed = secrets.randbits(31)
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        seed = int(multihost_utils.broadcast_one_to_all(np.int32(seed)))
+    return seed
+
+
+def _fits(provider: Any, cfg: Any, spec: Mapping[str, Any]) -> bool:
+    from perex_t5x.data import sizes
+
+    estimate = sizes.estimate_bytes(provider, cfg.split, cfg.use_cached, spec)
+    name = cfg.mixture_or_task_name
+    if estimate is None:
+        logging.info(
+            "%s: the size of its source is unknown, so it is streamed; DatasetConfig.feed = "
+            "'cached' makes an index-addressed copy.",
+            name,
+        )
+        return False
+    fits = estimate <= cfg.memory_limit_bytes
+    logging.info(
+        "%s: about %.2f GiB as an index-addressed copy, %s DatasetConfig.memory_limit_bytes = "
+        "%.2f GiB: %s.",
+        name,
+        estimate / 2**30,
+        "within" if fits else "above",
+        cfg.memory_limit_bytes / 2**30,
+        "cached" if fits else "streamed",
+    )
+    return fits
+
+
+def make_feed(
+    cfg: Any,
+    feature_converter_cls: type,
+    *,
+    pad_remainder: bool = False,
+    repeat: bool = True,
+    saved_position: Mapping[str, Any] | None = None,
+) -> Feed:
+    """Makes the feed that a `DatasetConfig` describes.
+
+    Args:
+      cfg: a `perex_t5x.utils.DatasetConfig`.
+      feature_converter_cls: the model's, from SeqIO.
+      pad_remainder: fill the last batch of an epoch with all-zero rows (zero loss weights); only
+        without `repeat`.
+      repeat: epoch after epoch without end (training), or one epoch (evaluation).
+      saved_position: of the checkpoint to resume from. It is checked, and its seed is adopted where
+        `cfg.seed` is None.
+    """
+    if cfg.feed not in FEEDS:
+        raise ConfigError(
+            f"DatasetConfig.feed = {cfg.feed!r}: choose one of {', '.join(FEEDS)}."
+            f"{did_you_mean(str(cfg.feed), FEEDS)}"
+        )
+    provider = lookup.get_mixture_or_task(cfg.mixture_or_task_name, cfg.module)
+    lookup.check_split(provider, cfg.split)
+    lengths = lookup.check_feature_lengths(
+        provider, cfg.task_feature_lengths, feature_converter_cls
+    )
+    lookup.check_offline_cache(provider, cfg.use_cached)
+    converter = feature_converter_cls(pack=cfg.pack)
+    spec = _spec(cfg, converter, lengths)
+    kind = cfg.feed
+    if kind == "auto" and saved_position and saved_position.get("feed") in FEEDS:
+        kind = saved_position["feed"]  # a changed limit must not turn a resumed run's data around
+    if kind == "auto":
+        kind = "cached" if _fits(provider, cfg, spec) else "streaming"
+    seed = _order_seed(cfg, saved_position)
+    arguments = dict(
+        cfg=cfg,
+        provider=provider,
+        converter=converter,
+        lengths=lengths,
+        spec=spec,
+        seed=seed,
+        repeat=repeat,
+        pad_remainder=pad_remainder,
+    )
+    if kind == "cached":
+        from perex_t5x.data.cached import CachedFeed as cls
+    else:
+        from perex_t5x.data.streaming import StreamingFeed as cls
+    feed = cls(**arguments)
+    if saved_position:
+        feed.check_position(saved_position)
+    return feed

@@ -1,0 +1,195 @@
+"""A task's examples as fixed-size records: read through SeqIO once, then addressed by number."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from perex_t5x.data import packing
+from perex_t5x.errors import ConfigError
+
+# Stochastic preprocessing is drawn once for the whole copy; a constant makes the copy, and so its
+# fingerprint, the same in every run. The order of the rows has its own seed.
+PREPROCESSING_SEED = 42
+_FORMAT = 1
+_READ_AT_ONCE = 4096
+
+
+def _smallest(limit: int) -> np.dtype:
+    for dtype in (np.uint8, np.uint16):
+        if limit <= np.iinfo(dtype).max:
+            return np.dtype(dtype)
+    return np.dtype(np.int32)
+
+
+def row_dtype(task: Any, spec: Mapping[str, Any]) -> np.dtype:
+    """One row as a NumPy record, each feature in the smallest integers that hold its values.
+
+    A packed row of 128 byte tokens takes 896 bytes instead of 2560.
+    """
+    vocab_size = max(
+        f.vocabulary.vocab_size for f in task.output_features.values() if hasattr(f, "vocabulary")
+    )
+    fields = []
+    for name, feature in sorted(spec.items()):
+        length = feature.shape[1]
+        if feature.dtype != np.int32:
+            dtype = np.dtype(feature.dtype)
+        elif name.endswith("_tokens"):
+            dtype = _smallest(vocab_size - 1)
+        elif name.endswith(("_segment_ids", "_positions")):
+            dtype = _smallest(length)
+        elif name.endswith("_loss_weights"):
+            dtype = np.dtype(np.uint8)
+        else:
+            dtype = np.dtype(np.int32)
+        fields.append((name, dtype, feature.shape[1:]))
+    return np.dtype(fields)
+
+
+def to_records(features: Mapping[str, np.ndarray], dtype: np.dtype, task_name: str) -> np.ndarray:
+    """Features [n, L] as n records; refuses values that the record's types cannot hold."""
+    records = np.empty(len(next(iter(features.values()))), dtype)
+    for name in dtype.names:
+        kind = dtype[name].base
+        if kind.kind == "u" and len(records):
+            low, high = features[name].min(), features[name].max()
+            if low < 0 or high > np.iinfo(kind).max:
+                raise ConfigError(
+                    f"Task {task_name!r} gives {name} values from {low} to {high}, outside its "
+                    f"vocabulary or length (0 to {np.iinfo(kind).max} can be held). Check that the "
+                    "task's vocabulary is the one its tokens were made with."
+                )
+        records[name] = features[name]
+    return records
+
+
+def from_records(
+    records: np.ndarray, dtypes: Mapping[str, np.dtype], out_rows: int | None = None
+) -> dict[str, np.ndarray]:
+    """Records back to features [n, L] of the model's dtypes, with zero rows up to `out_rows`."""
+    n = len(records)
+    if out_rows is None or out_rows == n:
+        return {name: records[name].astype(dtypes[name]) for name in records.dtype.names}
+    features = {}
+    for name in records.dtype.names:
+        shape = (out_rows, *records.dtype[name].shape)
+        features[name] = np.zeros(shape, dtypes[name])
+        features[name][:n] = records[name]
+    return features
+
+
+def _bounds_lengths(task: Any) -> bool:
+    return any(getattr(p, "bounds_lengths", False) for p in task.preprocessors)
+
+
+def _fast_converter(converter: Any) -> bool:
+    import seqio
+
+    # Exactly these classes: a subclass may convert differently.
+    return type(converter) in (seqio.LMFeatureConverter, seqio.EncDecFeatureConverter)
+
+
+def read_rows(
+    task: Any, converter: Any, split: str, lengths: Mapping[str, int], cfg: Any, dtype: np.dtype
+) -> Iterator[np.ndarray]:
+    """Yields the task's converted rows, in SeqIO's unshuffled order, as arrays of records."""
+    import tensorflow as tf
+
+    fast = _fast_converter(converter)
+    ds = task.get_dataset(
+        lengths,
+        split=split,
+        use_cached=cfg.use_cached,
+        shuffle=False,
+        seed=PREPROCESSING_SEED,
+        num_epochs=1,
+        trim_output_features=cfg.trim_output_features and not (fast and _bounds_lengths(task)),
+        try_in_mem_cache=False,
+    )
+    if not fast:
+        ds = converter(ds, lengths).batch(_READ_AT_ONCE).prefetch(tf.data.AUTOTUNE)
+        for features in ds.as_numpy_iterator():
+            yield to_records(features, dtype, task.name)
+        return
+    if set(ds.element_spec) != set(lengths):
+        ds = ds.map(lambda ex: {name: ex[name] for name in lengths})
+    # A whole number of SeqIO's packing groups, so that groups fall where SeqIO's do.
+    group = max(lengths.values())
+    at_once = max(_READ_AT_ONCE // group, 1) * group
+    ds = ds.padded_batch(at_once, {name: [length] for name, length in lengths.items()})
+    convert = packing.pack if converter.pack else packing.pad
+    try:
+        for examples in ds.prefetch(2).as_numpy_iterator():
+            features = packing.model_features(convert(examples, lengths), converter.bos_id)
+            yield to_records(features, dtype, task.name)
+    except (tf.errors.DataLossError, tf.errors.InvalidArgumentError) as e:
+        if "larger than the padded shape" not in str(e) and "Attempted to pad" not in str(e):
+            raise
+        raise ConfigError(
+            f"Task {task.name!r} gives examples longer than TASK_FEATURE_LENGTHS = {dict(lengths)}"
+            f" allows; set DatasetConfig.trim_output_features = True to cut them. ({e})"
+        ) from e
+
+
+def _vocabulary_key(vocabulary: Any) -> list:
+    key = [type(vocabulary).__name__, vocabulary.vocab_size, vocabulary.extra_ids]
+    model = getattr(vocabulary, "sentencepiece_model_file", None)
+    if model:
+        import tensorflow as tf
+
+        with tf.io.gfile.GFile(model, "rb") as f:
+            key.append(hashlib.sha256(f.read()).hexdigest())
+    return key
+
+
+def _source_key(task: Any, split: str, use_cached: bool) -> list:
+    import tensorflow as tf
+
+    if use_cached and task.supports_caching:
+        files = tf.io.gfile.glob(f"{task.cache_dir}/*")
+        return sorted([f, tf.io.gfile.stat(f).length] for f in files)
+    if hasattr(task.source, "digest"):
+        return [task.source.digest(split)]
+    key: list = [repr(task.source)]
+    for shard in task.source.list_shards(split):
+        exists = tf.io.gfile.exists(shard)
+        key.append([shard, tf.io.gfile.stat(shard).length if exists else None])
+    return key
+
+
+def _preprocessor_key(fn: Any) -> str:
+    inner = getattr(fn, "func", fn)
+    name = getattr(inner, "__qualname__", type(inner).__name__)
+    return f"{name}{sorted(getattr(fn, 'keywords', {}).items(), key=str)}"
+
+
+def copy_key(
+    task: Any, converter: Any, split: str, lengths: Mapping[str, int], cfg: Any, dtype: np.dtype
+) -> str:
+    """Names a copy by everything that decides its content, without reading the content.
+
+    The body of a preprocessor is not part of it, only its name and arguments.
+    """
+    key = {
+        "format": _FORMAT,
+        "task": task.name,
+        "split": split,
+        "lengths": dict(sorted(lengths.items())),
+        "converter": type(converter).__qualname__,
+        "pack": converter.pack,
+        "trim": cfg.trim_output_features,
+        "preprocessors": [_preprocessor_key(p) for p in task.preprocessors],
+        "vocabularies": {
+            name: _vocabulary_key(f.vocabulary)
+            for name, f in sorted(task.output_features.items())
+            if hasattr(f, "vocabulary")
+        },
+        "source": _source_key(task, split, cfg.use_cached),
+        "dtype": str(dtype),
+    }
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()

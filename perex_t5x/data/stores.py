@@ -1,0 +1,155 @@
+"""Where the rows of one task are kept: in memory, or in an ArrayRecord file read through Grain."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from perex_t5x.data import rows as rows_lib
+from perex_t5x.errors import ConfigError
+
+_DATA = "rows.array_record"
+_META = "copy.json"
+
+
+class MemoryStore:
+    """Rows in one array of records."""
+
+    where = "in memory"
+
+    def __init__(self, chunks: Iterable[np.ndarray], dtype: np.dtype):
+        self.dtype = dtype
+        self._records = np.concatenate([np.empty(0, dtype), *chunks])
+        self.num_bytes = self._records.nbytes
+        self.fingerprint = hashlib.sha256(self._records).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read(self, numbers: np.ndarray) -> np.ndarray:
+        return self._records[numbers]
+
+
+class ArrayRecordStore:
+    """Rows in an ArrayRecord file, one record per row, read through Grain."""
+
+    where = "as ArrayRecord"
+
+    def __init__(self, directory: str, dtype: np.dtype):
+        import grain
+
+        with open(os.path.join(directory, _META)) as f:
+            meta = json.load(f)
+        self.dtype = dtype
+        self.fingerprint = meta["fingerprint"]
+        self._size = meta["num_rows"]
+        path = os.path.join(directory, _DATA)
+        self.where = f"as ArrayRecord in {directory}"
+        self.num_bytes = os.path.getsize(path)
+        self._source = grain.sources.ArrayRecordDataSource([path])
+        if len(self._source) != self._size:
+            raise ConfigError(
+                f"The copy in {directory} holds {len(self._source)} rows instead of {self._size}: "
+                "delete that folder and start again."
+            )
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, numbers: np.ndarray) -> np.ndarray:
+        records = self._source.__getitems__([int(n) for n in numbers])
+        return np.frombuffer(b"".join(records), self.dtype)
+
+
+def _remove_abandoned(cache_dir: str, name: str) -> None:
+    """Removes what killed writers of this copy on this host left behind."""
+    mine = f".{name}.{socket.gethostname()}."
+    for entry in os.listdir(cache_dir):
+        if entry.startswith(mine):
+            pid = entry[len(mine) :].split(".")[0]
+            if pid.isdigit() and not os.path.exists(f"/proc/{pid}") and os.path.isdir("/proc"):
+                shutil.rmtree(os.path.join(cache_dir, entry), ignore_errors=True)
+
+
+def write_copy(directory: str, chunks: Iterable[np.ndarray]) -> None:
+    """Writes a copy into `directory`: there in whole, or not at all."""
+    from array_record.python import array_record_module
+
+    cache_dir, name = os.path.split(directory)
+    os.makedirs(cache_dir, exist_ok=True)
+    _remove_abandoned(cache_dir, name)
+    unique = f"{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+    partial = os.path.join(cache_dir, f".{name}.{unique}")
+    os.mkdir(partial)
+    try:
+        writer = array_record_module.ArrayRecordWriter(os.path.join(partial, _DATA), "group_size:1")
+        sha, num_rows = hashlib.sha256(), 0
+        try:
+            for chunk in chunks:
+                sha.update(np.ascontiguousarray(chunk))
+                for record in chunk:
+                    writer.write(record.tobytes())
+                num_rows += len(chunk)
+        finally:
+            writer.close()
+        with open(os.path.join(partial, _META), "w") as f:
+            json.dump({"num_rows": num_rows, "fingerprint": sha.hexdigest()}, f)
+        try:
+            os.rename(partial, directory)
+        except OSError:
+            if not os.path.exists(os.path.join(directory, _META)):
+                raise
+            # Another run was faster; its copy has the same name because it has the same content.
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _open_copy(directory: str, chunks: Callable[[], Iterable[np.ndarray]], dtype: np.dtype):
+    def write_if_missing() -> None:
+        if not os.path.exists(os.path.join(directory, _META)):
+            logging.info("Writing an index-addressed copy to %s", directory)
+            write_copy(directory, chunks())
+
+    if jax.process_count() == 1:
+        write_if_missing()
+    else:
+        from jax.experimental import multihost_utils
+
+        if jax.process_index() == 0:
+            write_if_missing()
+        multihost_utils.sync_global_devices(f"perex_t5x copy {directory}")
+        write_if_missing()  # where the folder is on each host's own disk
+    return ArrayRecordStore(directory, dtype)
+
+
+def open_store(
+    task: Any, converter: Any, split: str, lengths: Mapping[str, int], cfg: Any, spec: Any
+) -> MemoryStore | ArrayRecordStore:
+    """The rows of a task: read into memory, or found or written in `cfg.cache_dir`."""
+    dtype = rows_lib.row_dtype(task, spec)
+
+    def chunks() -> Iterable[np.ndarray]:
+        return rows_lib.read_rows(task, converter, split, lengths, cfg, dtype)
+
+    if cfg.cache_dir is None:
+        return MemoryStore(chunks(), dtype)
+    if "://" in cfg.cache_dir:
+        raise ConfigError(
+            f"DatasetConfig.cache_dir = {cfg.cache_dir!r}: ArrayRecord needs a local or mounted "
+            "folder. Use one, or None to keep the copy in memory."
+        )
+    key = rows_lib.copy_key(task, converter, split, lengths, cfg, dtype)
+    safe = re.sub(r"[^A-Za-z0-9_.-]", "_", f"{task.name}-{split}")
+    directory = os.path.join(os.path.abspath(cfg.cache_dir), f"{safe}-{key[:16]}")
+    return _open_copy(directory, chunks, dtype)

@@ -1,0 +1,74 @@
+"""Evaluate a checkpoint: `python -m perex_t5x.eval --gin_file=models/tiny.gin --gin_file=runs/eval.gin ...`
+
+Prints one JSON line per checkpoint and task, and writes them to `metrics.jsonl` in the output folder, beside what the
+SeqIO loggers write there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from perex_t5x import checkpoints, gin_utils, run_dir
+from perex_t5x.inference import paths_to_restore, restore_params
+from perex_t5x.inference_evaluation import InferenceEvaluator
+from perex_t5x.partitioning import PjitPartitioner
+from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig
+
+
+def evaluate(
+    *,
+    model: Any,
+    dataset_cfg: DatasetConfig,
+    partitioner: PjitPartitioner,
+    restore_checkpoint_cfg: RestoreCheckpointConfig,
+    output_dir: str,
+    inference_evaluator_cls: Callable[..., Any] | None = None,
+    summarize_config_fn: Callable[..., None] = gin_utils.summarize_gin_config,
+    dry_run: bool = False,
+) -> dict[int, dict[str, dict[str, float]]]:
+    """Evaluates with the tasks' metrics; returns {step: {task: metrics}}.
+
+    Args:
+      model: the checkpoint's model.
+      dataset_cfg: what to evaluate on.
+      partitioner: the mesh.
+      restore_checkpoint_cfg: which checkpoint; mode 'all' evaluates each in the folder.
+      output_dir: results go here.
+      inference_evaluator_cls: `@seqio.Evaluator`, with its loggers bound.
+      summarize_config_fn: writes `config.gin`.
+      dry_run: stop after all checks.
+    """
+    paths = paths_to_restore(restore_checkpoint_cfg)
+    run_dir.prepare(output_dir)
+    if dry_run:
+        print(f"dry run: the configuration is fine. Would evaluate {', '.join(paths)}.")
+        return {}
+    summarize_config_fn(output_dir, None, 0)
+    evaluator = InferenceEvaluator(model, partitioner, dataset_cfg, inference_evaluator_cls, output_dir)
+    results = {}
+    for path in paths:
+        params = restore_params(model, partitioner, path, restore_checkpoint_cfg)
+        step = checkpoints.step_of(path) or 0
+        results[step] = evaluator.evaluate(step, params)
+        with open(os.path.join(output_dir, "metrics.jsonl"), "a", encoding="utf-8") as f:
+            for task, metrics in results[step].items():
+                line = json.dumps({"step": step, "name": task, **metrics})
+                print(line)
+                f.write(line + "\n")
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    from perex_t5x import cli
+
+    cli.run(evaluate, __doc__, argv)
+
+
+if __name__ == "__main__":
+    from perex_t5x import eval as _this  # see perex_t5x/train.py
+
+    evaluate = _this.evaluate
+    _this.main()

@@ -1,0 +1,156 @@
+"""Predict or score every example of a task: `python -m perex_t5x.infer --gin_file=models/tiny.gin --gin_file=runs/infer.gin ...`
+
+Writes `<task>-<mode>.jsonl` to the output folder: one JSON object an example, with its text and what the model says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from perex_t5x import gin_utils, run_dir
+from perex_t5x.data import lookup
+from perex_t5x.errors import ConfigError, did_you_mean
+from perex_t5x.inference import BatchRunner, paths_to_restore, restore_params
+from perex_t5x.partitioning import PjitPartitioner
+from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig
+
+MODES = ("predict", "score", "predict_with_aux")
+METHODS = ("greedy", "temperature", "beam")
+
+
+def infer(
+    *,
+    mode: str = "predict",
+    model: Any,
+    dataset_cfg: DatasetConfig,
+    partitioner: PjitPartitioner,
+    restore_checkpoint_cfg: RestoreCheckpointConfig,
+    output_dir: str,
+    num_examples: int | None = None,
+    decode_method: str = "greedy",
+    num_decodes: int = 1,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    random_seed: int = 0,
+    dry_run: bool = False,
+) -> list[str]:
+    """Runs the model over a task's examples; returns the files written.
+
+    Args:
+      mode: 'predict' (text), 'score' (log likelihood of the targets), 'predict_with_aux' (text and its score).
+      model: the checkpoint's model.
+      dataset_cfg: the task, its split and lengths.
+      partitioner: the mesh.
+      restore_checkpoint_cfg: which checkpoint.
+      output_dir: results go here.
+      num_examples: only the first so many; None: all.
+      decode_method: 'greedy', 'temperature' (samples) or 'beam'.
+      num_decodes: beams of 'beam', or samples of which 'temperature' keeps the most likely.
+      temperature: divides the logits before sampling.
+      top_k: samples among the k most likely tokens only; 0: among all.
+      random_seed: of the samples.
+      dry_run: stop after all checks.
+    """
+    import seqio
+
+    for name, value, known in (("mode", mode, MODES), ("decode_method", decode_method, METHODS)):
+        if value not in known:
+            raise ConfigError(
+                f"infer.{name} = {value!r}: must be one of {', '.join(known)}.{did_you_mean(str(value), known)}"
+            )
+    path = paths_to_restore(restore_checkpoint_cfg)[-1]
+    provider = lookup.get_mixture_or_task(dataset_cfg.mixture_or_task_name, dataset_cfg.module)
+    lookup.check_split(provider, dataset_cfg.split)
+    converter_cls = model.FEATURE_CONVERTER_CLS()
+    run_dir.prepare(output_dir)
+    if dry_run:
+        print(f"dry run: the configuration is fine. Would {mode} with {path}.")
+        return []
+    gin_utils.summarize_gin_config(output_dir)
+    params = restore_params(model, partitioner, path, restore_checkpoint_cfg)
+
+    def predict(params: Any, batch: Any, keys_B: Any) -> Any:
+        tokens, aux = model.predict_batch_with_aux(
+            params,
+            batch,
+            keys_B,
+            decode_method=decode_method,
+            num_decodes=num_decodes,
+            temperature=temperature,
+            top_k=top_k,
+        )
+        return tokens, aux["scores"]
+
+    fn = (lambda p, b, k: model.score_batch(p, b)) if mode == "score" else predict
+    runner = BatchRunner(fn, partitioner, dataset_cfg.batch_size, random_seed)
+    written = []
+    for task in seqio.get_subtasks(provider):
+        lookup.check_feature_lengths(task, dataset_cfg.task_feature_lengths, converter_cls)
+        texts, examples = _examples(task, dataset_cfg, converter_cls(pack=False), num_examples)
+        target = os.path.join(output_dir, f"{task.name}-{mode}.jsonl")
+        with open(target + ".partial", "w", encoding="utf-8") as f:
+            for index, result in runner(params, examples):
+                row = {"index": index, **next(texts), **_result(mode, result, model.output_vocabulary)}
+                f.write(json.dumps(row, ensure_ascii=False) + "\n")
+        os.replace(target + ".partial", target)
+        logging.info("wrote %s", target)
+        written.append(target)
+    return written
+
+
+def _examples(task: Any, config: DatasetConfig, converter: Any, count: int | None) -> tuple[Iterator[Any], Iterator[Any]]:
+    """Returns two iterators in step: each example's text, and its enumerated model features."""
+
+    def dataset() -> Any:
+        raw = task.get_dataset(
+            sequence_length=config.task_feature_lengths,
+            split=config.split,
+            shuffle=config.shuffle,
+            seed=config.seed,
+            num_epochs=1,
+            use_cached=config.use_cached,
+        )
+        return raw if count is None else raw.take(count)
+
+    def texts() -> Iterator[dict[str, str]]:
+        for example in dataset().as_numpy_iterator():
+            row = {}
+            for name, feature in task.output_features.items():
+                if name in example:
+                    row[name] = feature.vocabulary.decode([int(t) for t in np.ravel(example[name])])
+            yield row
+
+    def features() -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        converted = converter(dataset(), config.task_feature_lengths)
+        yield from enumerate(converted.as_numpy_iterator())
+
+    return texts(), features()
+
+
+def _result(mode: str, result: Any, vocabulary: Any) -> dict[str, Any]:
+    if mode == "score":
+        return {"score": float(result)}
+    tokens, score = result
+    row: dict[str, Any] = {"prediction": vocabulary.decode([int(t) for t in tokens])}
+    if mode == "predict_with_aux":
+        row["score"] = float(score)
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    from perex_t5x import cli
+
+    cli.run(infer, __doc__, argv)
+
+
+if __name__ == "__main__":
+    from perex_t5x import infer as _this  # see perex_t5x/train.py
+
+    infer = _this.infer
+    _this.main()

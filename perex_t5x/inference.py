@@ -1,0 +1,103 @@
+"""A checkpoint's parameters, and a model function run over examples in batches on a mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from perex_t5x import checkpoints
+from perex_t5x.errors import ConfigError
+from perex_t5x.partitioning import PjitPartitioner
+from perex_t5x.trainer import TrainState
+from perex_t5x.utils import RestoreCheckpointConfig
+
+Example = dict[str, np.ndarray]
+
+
+def paths_to_restore(config: RestoreCheckpointConfig) -> list[str]:
+    """The checkpoints that a restore configuration names; at least one, or a `ConfigError`."""
+    if not config.path:
+        raise ConfigError(
+            "RestoreCheckpointConfig.path is empty: give a checkpoint or a run's folder, with "
+            "--gin.CHECKPOINT_PATH=..."
+        )
+    return checkpoints.checkpoint_paths(config.path, config.mode)
+
+
+def restore_params(
+    model: Any, partitioner: PjitPartitioner, path: str, config: RestoreCheckpointConfig
+) -> Any:
+    """Reads the parameters alone, sharded as the partitioner says."""
+    partitioner.check_model(model.sharded_dimensions())
+    # Parameters do not depend on lengths: any small batch will do.
+    inputs = {name: (1, 8) for name in model.REQUIRED_FEATURES}
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    boxed = jax.eval_shape(lambda k: model.get_initial_variables(k, inputs)["params"], key)
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    shapes = TrainState(scalar, nn.meta.unbox(boxed), {}, scalar)
+    shardings = TrainState(
+        partitioner.replicated, partitioner.params_shardings(boxed), {}, partitioner.replicated
+    )
+    restored = checkpoints.restore(path, shapes, shardings, config, parts=("target",))
+    wanted = checkpoints.flatten({"target": shapes.params})
+    missing = sorted(set(wanted) - set(restored.leaves))
+    if missing:
+        raise ConfigError(f"checkpoint {path} gives no value for {missing[0]} and {len(missing) - 1} more.")
+    return checkpoints.merge(shapes, restored).params
+
+
+class BatchRunner:
+    """Runs `fn(params, batch, keys_B)` over examples in batches of one size; the last is filled up with zeros.
+
+    Each example has its own key, fold_in(seed, its index), so samples do not depend on the batch size.
+    """
+
+    def __init__(self, fn: Callable[..., Any], partitioner: PjitPartitioner, batch_size: int, seed: int = 0):
+        shards = partitioner.data_parallel_size
+        if batch_size % shards:
+            raise ConfigError(
+                f"DatasetConfig.batch_size = {batch_size} is not divisible by the {shards} data shards of the mesh."
+            )
+        self._partitioner, self._batch_size = partitioner, batch_size
+        self._key = jax.random.key(seed)
+        self._fn = jax.jit(self._traced(fn), out_shardings=partitioner.replicated)
+
+    def _traced(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def run(params: Any, batch: Any, indices_B: jax.Array) -> Any:
+            keys_B = jax.vmap(lambda i: jax.random.fold_in(self._key, i))(indices_B)
+            with self._partitioner.constraints():
+                return fn(params, batch, keys_B)
+
+        return run
+
+    def __call__(self, params: Any, examples: Iterable[tuple[int, Example]]) -> Iterator[tuple[int, Any]]:
+        """Yields (index, result) of each example, results as numpy."""
+        waiting: list[tuple[int, Example]] = []
+        for item in examples:
+            waiting.append(item)
+            if len(waiting) == self._batch_size:
+                yield from self._run(params, waiting)
+                waiting = []
+        if waiting:
+            yield from self._run(params, waiting)
+
+    def _run(self, params: Any, items: list[tuple[int, Example]]) -> Iterator[tuple[int, Any]]:
+        indices = np.array([index for index, _ in items], np.uint32)
+        fill = self._batch_size - len(items)
+        sharding = self._partitioner.data_sharding
+
+        def place(rows: np.ndarray) -> jax.Array:
+            padded = np.pad(rows, [(0, fill)] + [(0, 0)] * (rows.ndim - 1))
+            return jax.make_array_from_callback(padded.shape, sharding, lambda index: padded[index])
+
+        batch = {name: place(np.stack([example[name] for _, example in items])) for name in items[0][1]}
+        results = jax.device_get(self._fn(params, batch, place(indices)))
+        for row, index in enumerate(indices):
+            yield int(index), jax.tree.map(lambda x, row=row: x[row], results)

@@ -1,0 +1,113 @@
+"""The first run: train `runs/quickstart.gin`, then say what happened, what to look at and what to try next."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from perex_t5x.errors import ConfigError
+
+
+def fresh_model_dir(parent: str = "runs") -> str:
+    """runs/quickstart, or the first of runs/quickstart-2, -3, ... that does not exist yet."""
+    n = 1
+    while os.path.exists(path := os.path.join(parent, "quickstart" + (f"-{n}" if n > 1 else ""))):
+        n += 1
+    return path
+
+
+def unigram_entropy(tokens: np.ndarray) -> float:
+    """H = −Σ p log p in nats, with p the frequencies of the tokens; padding (0) does not count.
+
+    >>> round(unigram_entropy(np.array([1, 1, 2, 2, 0])), 4)
+    0.6931
+    """
+    counts = np.bincount(tokens[tokens > 0])
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def validation_losses(model_dir: str) -> list[tuple[int, float]]:
+    """(step, nats per token) of every evaluation, from the run's metrics."""
+    losses = []
+    with open(os.path.join(model_dir, "metrics.jsonl"), encoding="utf-8") as f:
+        for line in f:
+            row = json.loads(line)
+            if row["name"].startswith("training_eval/"):
+                losses.append((row["step"], row["loss_per_nonpadding_target_token"]))
+    return losses
+
+
+def _validation_tokens() -> np.ndarray:
+    """The tokens the run was evaluated on, from the configuration that Gin holds."""
+    import gin
+
+    from perex_t5x import utils
+    from perex_t5x.data.feed import make_feed
+
+    with gin.config_scope("train_eval"):
+        config = gin.get_configurable(utils.DatasetConfig)()
+    import seqio
+
+    feed = make_feed(config, seqio.DecoderFeatureConverter, pad_remainder=True, repeat=False)
+    return np.concatenate([batch["decoder_target_tokens"].ravel() for batch in feed.epoch()])
+
+
+def closing_words(model_dir: str, losses: Sequence[tuple[int, float]], entropy: float) -> str:
+    """What a newcomer reads at the end."""
+    where = shlex.quote(model_dir)
+    samples = shlex.quote(os.path.join(model_dir, "samples"))
+    step, loss = losses[-1]
+    return f"""
+Done: {step} steps. Validation loss {loss:.3f} nats per byte; guessing bytes by their frequency alone gives {entropy:.3f}.
+
+What to look at
+  TensorBoard   .venv/bin/tensorboard --logdir {where}
+  metrics       {os.path.join(model_dir, "metrics.jsonl")}   (one JSON line a log step)
+  checkpoints   {os.path.join(model_dir, "checkpoint_" + str(step))}
+  configuration {os.path.join(model_dir, "config.gin")}, {os.path.join(model_dir, "model-info.txt")}
+
+What to try next
+  1. Let it write code:
+     .venv/bin/python -m perex_t5x.infer --gin_file=models/tiny.gin --gin_file=runs/infer.gin \\
+       --gin.CHECKPOINT_PATH={where} --gin.INFER_OUTPUT_DIR={samples} \\
+       --gin.MIXTURE_OR_TASK_NAME=python_stdlib_continuation --gin.NUM_EXAMPLES=8 --gin.BATCH_SIZE=8 \\
+       --gin.TASK_FEATURE_LENGTHS="{{'inputs': 64, 'targets': 64}}" && cat {samples}/*.jsonl
+  2. Train it longer; the run resumes where it stopped:
+     .venv/bin/python -m perex_t5x.train --gin_file=runs/quickstart.gin --gin.MODEL_DIR={where} --gin.TRAIN_STEPS=4000
+  3. Train on text of your own:
+     .venv/bin/python -m perex_t5x.train --gin_file=runs/quickstart.gin --gin.MODEL_DIR=runs/mine \\
+       --gin.MIXTURE_OR_TASK_NAME=text_files_lm --gin.tasks.register_text_files.glob="'/path/to/**/*.txt'"
+"""
+
+
+def main() -> None:
+    from perex_t5x import cli, train
+
+    arguments = list(sys.argv[1:])
+    if not any(a.startswith("--gin_file") for a in arguments):
+        arguments.insert(0, "--gin_file=runs/quickstart.gin")
+    given = [a.partition("=")[2].strip("'\"") for a in arguments if a.startswith("--gin.MODEL_DIR=")]
+    model_dir = given[-1] if given else fresh_model_dir()
+    if not given:
+        arguments.append(f"--gin.MODEL_DIR='{model_dir}'")
+    print(f"Training a small language model on the source text of the Python standard library; it goes to {model_dir}.")
+    try:
+        cli.run(train.train, __doc__, [sys.argv[0], *arguments])
+    except SystemExit as e:
+        if e.code:
+            raise
+    try:
+        losses = validation_losses(model_dir)
+        print(closing_words(model_dir, losses, unigram_entropy(_validation_tokens())))
+    except (OSError, IndexError) as e:
+        raise ConfigError(f"the run in {model_dir} wrote no evaluation: {e}") from e
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Small models and batches that the tests of this folder share."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from perex_t5x import models
+
+VOCAB = 24
+EOS = 1
+
+
+def config(**changes) -> models.T5Config:
+    sizes = dict(
+        vocab_size=VOCAB,
+        emb_dim=16,
+        num_heads=4,
+        head_dim=8,
+        mlp_dim=24,
+        num_encoder_layers=2,
+        num_decoder_layers=2,
+    )
+    return models.T5Config(**(sizes | changes))
+
+
+def decoder_only(loss_normalizing_factor="NUM_REAL_TARGET_TOKENS", z_loss=0.0, bidirectional=False, **changes):
+    return models.DecoderOnlyModel(
+        models.DecoderWrapper(config(**changes)),
+        SimpleNamespace(eos_id=EOS),
+        None,
+        loss_normalizing_factor=loss_normalizing_factor,
+        z_loss=z_loss,
+        inputs_bidirectional_attention=bidirectional,
+    )
+
+
+def encoder_decoder(loss_normalizing_factor="NUM_REAL_TARGET_TOKENS", z_loss=0.0, **changes):
+    vocabulary = SimpleNamespace(eos_id=EOS)
+    return models.EncoderDecoderModel(
+        models.Transformer(config(**changes)),
+        vocabulary,
+        vocabulary,
+        None,
+        loss_normalizing_factor=loss_normalizing_factor,
+        z_loss=z_loss,
+    )
+
+
+MAKE = {"decoder_only": decoder_only, "encoder_decoder": encoder_decoder}
+
+
+def batch(kind: str, lengths=(9, 4, 7), length=9, seed=0) -> dict[str, jax.Array]:
+    """Rows of different token counts, padded with 0 on the right."""
+    draw = np.random.default_rng(seed)
+    rows = len(lengths)
+    targets = np.zeros((rows, length), np.int32)
+    for row, n in enumerate(lengths):
+        targets[row, :n] = draw.integers(2, VOCAB, n)
+    features = {
+        "decoder_target_tokens": targets,
+        "decoder_input_tokens": np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
+        "decoder_loss_weights": (targets > 0).astype(np.int32),
+    }
+    if kind == "encoder_decoder":
+        inputs = draw.integers(2, VOCAB, (rows, 6)).astype(np.int32)
+        inputs[0, 4:] = 0
+        features["encoder_input_tokens"] = inputs
+    return jax.tree.map(jnp.asarray, features)
+
+
+def boxed_params(model, features):
+    shapes = {name: x.shape for name, x in features.items()}
+    return jax.jit(lambda key: model.get_initial_variables(key, shapes))(jax.random.key(1))["params"]
+
+
+def params(model, features):
+    return nn.unbox(boxed_params(model, features))
+
+
+def close(actual, expected, atol=2e-6, rtol=2e-5):
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=atol, rtol=rtol), actual, expected)

@@ -1,0 +1,214 @@
+"""The networks as functions: names, packing, prefixes, scan and remat, dtypes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax.traverse_util import flatten_dict
+from model_support import MAKE, VOCAB, batch, boxed_params, close, decoder_only, encoder_decoder, params
+
+from perex_t5x.models import restack
+
+
+def axes(boxed):
+    is_box = lambda x: isinstance(x, nn.LogicallyPartitioned)  # noqa: E731
+    flat = flatten_dict(boxed, sep="/", is_leaf=lambda _, x: is_box(x))
+    return {name: (box.names, box.value.shape) for name, box in flat.items()}
+
+
+def test_decoder_only_parameter_names_and_axes():
+    found = axes(boxed_params(decoder_only(num_decoder_layers=1, num_kv_heads=2), batch("decoder_only")))
+    layer = "decoder/layers_0/"
+    assert found == {
+        "token_embedder/embedding": (("vocab", "embed"), (24, 16)),
+        layer + "pre_self_attention_layer_norm/scale": (("embed",), (16,)),
+        layer + "self_attention/query/kernel": (("embed", "joined_kv"), (16, 32)),
+        layer + "self_attention/key/kernel": (("embed", "joined_kv"), (16, 16)),
+        layer + "self_attention/value/kernel": (("embed", "joined_kv"), (16, 16)),
+        layer + "self_attention/out/kernel": (("joined_kv", "embed"), (32, 16)),
+        layer + "pre_mlp_layer_norm/scale": (("embed",), (16,)),
+        layer + "mlp/wi_0/kernel": (("embed", "mlp"), (16, 24)),
+        layer + "mlp/wi_1/kernel": (("embed", "mlp"), (16, 24)),
+        layer + "mlp/wo/kernel": (("mlp", "embed"), (24, 16)),
+        "decoder/decoder_norm/scale": (("embed",), (16,)),
+        "decoder/logits_dense/kernel": (("embed", "vocab"), (16, 24)),
+    }
+
+
+def test_encoder_decoder_parameter_names():
+    features = batch("encoder_decoder")
+    found = axes(boxed_params(encoder_decoder(), features))
+    for name in (
+        "encoder/relpos_bias/rel_embedding",
+        "encoder/layers_1/attention/query/kernel",
+        "encoder/layers_0/pre_attention_layer_norm/scale",
+        "encoder/layers_0/pre_mlp_layer_norm/scale",
+        "encoder/layers_0/mlp/wi_0/kernel",
+        "encoder/encoder_norm/scale",
+        "decoder/relpos_bias/rel_embedding",
+        "decoder/layers_1/self_attention/out/kernel",
+        "decoder/layers_1/encoder_decoder_attention/key/kernel",
+        "decoder/layers_1/pre_cross_attention_layer_norm/scale",
+        "decoder/decoder_norm/scale",
+        "decoder/logits_dense/kernel",
+        "token_embedder/embedding",
+    ):
+        assert name in found
+    assert found["decoder/relpos_bias/rel_embedding"] == (("heads", "relpos_buckets"), (4, 32))
+    scanned = axes(boxed_params(encoder_decoder(scan_layers=True), features))
+    assert scanned["decoder/layers/mlp/wo/kernel"] == (("layers", "mlp", "embed"), (2, 24, 16))
+    assert scanned["encoder/layers/pre_mlp_layer_norm/scale"] == (("layers", "embed"), (2, 16))
+
+
+def test_tied_output_has_no_projection_and_learns_through_the_embedding():
+    features = batch("decoder_only")
+    model = decoder_only(logits_via_embedding=True)
+    p = params(model, features)
+    assert "logits_dense" not in p["decoder"]
+    grad = jax.grad(lambda p: model.loss_fn(p, features)[0])(p)["token_embedder"]["embedding"]
+    used = np.isin(np.arange(VOCAB), np.asarray(features["decoder_input_tokens"]))
+    assert not used.all()
+    assert (np.abs(grad).max(-1) > 0).all(), "unused inputs still get a gradient, as outputs"
+
+
+def loss_and_grads(model, p, features):
+    return jax.jit(jax.value_and_grad(lambda p: model.loss_fn(p, features)[0]))(p)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_scan_and_remat_change_no_number(kind):
+    features = batch(kind)
+    plain = MAKE[kind](z_loss=1e-3)
+    p = params(plain, features)
+    loss, grads = loss_and_grads(plain, p, features)
+    for scan, remat in ((False, "minimal"), (True, "none"), (True, "full"), (True, "dots_saveable")):
+        model = MAKE[kind](z_loss=1e-3, scan_layers=scan, remat_policy=remat)
+        other_loss, other_grads = loss_and_grads(model, restack(p) if scan else p, features)
+        close(other_loss, loss)
+        close(other_grads, restack(grads) if scan else grads, atol=1e-5)
+
+
+def test_remat_does_recompute():
+    features = batch("decoder_only")
+
+    def products(policy):
+        model = decoder_only(remat_policy=policy)
+        p = params(decoder_only(), features)
+        return str(jax.make_jaxpr(jax.grad(lambda p: model.loss_fn(p, features)[0]))(p)).count("dot_general")
+
+    assert products("full") > products("minimal") > products("none")
+
+
+def packed(features, kind):
+    """Rows 1 and 2 (4 and 7 tokens) of the batch in one row of 12."""
+    pairs = [("decoder_input_tokens", "decoder", 12), ("decoder_target_tokens", "decoder", 12)]
+    if kind == "encoder_decoder":
+        pairs.append(("encoder_input_tokens", "encoder", 14))
+    result = {}
+    for name, side, width in pairs:
+        counts = (4, 7) if side == "decoder" else (6, 6)
+        parts = [features[name][1, : counts[0]], features[name][2, : counts[1]]]
+        ids = np.repeat([1, 2], counts)
+        at = np.concatenate([np.arange(n) for n in counts])
+        pad = (0, width - sum(counts))
+        result[name] = jnp.asarray(np.pad(np.concatenate(parts), pad))[None]
+        result[f"{side}_segment_ids"] = jnp.asarray(np.pad(ids, pad))[None]
+        result[f"{side}_positions"] = jnp.asarray(np.pad(at, pad))[None]
+    return result
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_packed_examples_see_themselves_only(kind):
+    features = batch(kind)
+    model = MAKE[kind]()
+    p = params(model, features)
+    logits = jax.jit(model.compute_logits)
+    alone = logits(p, features)
+    together = logits(p, packed(features, kind))
+    close(together[0, :4], alone[1, :4], atol=1e-5)
+    close(together[0, 4:11], alone[2, :7], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_the_future_is_hidden(kind):
+    features = batch(kind)
+    model = MAKE[kind]()
+    p = params(model, features)
+    logits = jax.jit(model.compute_logits)
+    changed = features | {"decoder_input_tokens": features["decoder_input_tokens"].at[:, 5].set(3)}
+    before, after = logits(p, features), logits(p, changed)
+    close(after[:, :5], before[:, :5])
+    assert float(jnp.abs(after - before)[:, 5:].max()) > 1e-3
+
+
+def test_prefix_attention_is_bidirectional_where_marked():
+    features = batch("decoder_only") | {"decoder_causal_attention": jnp.array([[1, 1, 1, 1, 0, 0, 0, 0, 0]] * 3)}
+    changed = features | {"decoder_input_tokens": features["decoder_input_tokens"].at[:, 3].set(3)}
+    prefix, causal = decoder_only(bidirectional=True), decoder_only()
+    p = params(causal, features)
+
+    def difference(model):
+        logits = jax.jit(model.compute_logits)
+        return np.abs(logits(p, features) - logits(p, changed)).max((0, 2))
+
+    assert (difference(prefix) > 1e-4).all(), "earlier marked positions see position 3"
+    assert (difference(causal)[:3] == 0).all()
+    later = features | {"decoder_input_tokens": features["decoder_input_tokens"].at[:, 5].set(3)}
+    close(prefix.compute_logits(p, later)[:, :5], prefix.compute_logits(p, features)[:, :5])
+
+
+def test_encoder_padding_is_not_seen():
+    features = batch("encoder_decoder")
+    model = encoder_decoder()
+    p = params(model, features)
+    longer = features | {"encoder_input_tokens": jnp.pad(features["encoder_input_tokens"], ((0, 0), (0, 3)))}
+    close(model.compute_logits(p, longer), model.compute_logits(p, features), atol=1e-5)
+
+
+def test_grouped_queries_equal_repeated_key_heads():
+    features = batch("decoder_only")
+    grouped, full = decoder_only(num_kv_heads=2), decoder_only()
+    p = params(grouped, features)
+
+    def repeat(path, kernel):
+        if {"key", "value"} & {entry.key for entry in path}:
+            return jnp.repeat(kernel.reshape(16, 2, 8), 2, axis=1).reshape(16, 32)
+        return kernel
+
+    expanded = jax.tree_util.tree_map_with_path(repeat, p)
+    close(grouped.compute_logits(p, features), full.compute_logits(expanded, features), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_bfloat16_computes_near_float32_with_float32_logits_and_parameters(kind):
+    features = batch(kind)
+    p = params(MAKE[kind](), features)
+    model = MAKE[kind](dtype="bfloat16")
+    assert {x.dtype for x in jax.tree.leaves(params(model, features))} == {jnp.dtype("float32")}
+    logits = model.compute_logits(p, features)
+    assert logits.dtype == jnp.float32
+    close(logits, MAKE[kind]().compute_logits(p, features), atol=0.15)
+    assert {g.dtype for g in jax.tree.leaves(loss_and_grads(model, p, features)[1])} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_float64_under_x64(kind):
+    features = batch(kind)
+    p = params(MAKE[kind](), features)
+    loss = MAKE[kind]().loss_fn(p, features)[0]
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), p)
+        model = MAKE[kind](dtype="float64", scan_layers=True)
+        wide_loss, grads = loss_and_grads(model, restack(wide), features)
+        assert wide_loss.dtype == jnp.float64
+        assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float64")}
+    np.testing.assert_allclose(wide_loss, loss, rtol=1e-5)
+
+
+def test_an_id_outside_the_embedding_shows():
+    features = batch("decoder_only")
+    model = decoder_only()
+    p = params(model, features)
+    bad = features | {"decoder_input_tokens": features["decoder_input_tokens"].at[0, 2].set(VOCAB)}
+    assert np.isnan(model.loss_fn(p, bad)[0])
