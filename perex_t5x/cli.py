@@ -85,6 +85,7 @@ def run(function: Callable[..., Any], usage: str, argv: Sequence[str] | None = N
                 "no --gin_file given. For a first run: python -m perex_t5x.train --gin_file=runs/quickstart.gin"
             )
         _connect_processes()
+        console.import_tensorflow_quietly()
         gin_utils.parse_gin_flags(FLAGS.gin_search_paths, FLAGS.gin_file, FLAGS.gin_bindings)
         _configure_data()
         try:

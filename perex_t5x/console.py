@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 
 from absl import logging as absl_logging
 
@@ -38,3 +42,30 @@ def set_up(everything: bool = False) -> None:
     root.handlers = [handler]
     logging.getLogger("absl").handlers = []
     logging.getLogger("absl").propagate = True
+
+
+@contextlib.contextmanager
+def native_noise_hidden() -> Iterator[None]:
+    """Holds back what native libraries write to the stderr file descriptor; shown after all if the block fails."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held.seek(0)
+            os.write(kept, held.read())
+            raise
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def import_tensorflow_quietly() -> None:
+    """Imports SeqIO and TensorFlow without their remarks on missing GPUs; TensorFlow reads data here, on the CPU."""
+    with native_noise_hidden():
+        import seqio  # noqa: F401
+        import tensorflow as tf
+
+        tf.config.set_visible_devices([], "GPU")

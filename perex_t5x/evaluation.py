@@ -66,8 +66,7 @@ class TrainEvaluator:
         results: dict[str, dict[str, float]] = {}
         for name, feed in self.feeds.items():
             shardings = {feature: sharding for feature in feed.element_spec}
-            count = feed.steps_per_epoch if self._steps is None else min(self._steps, feed.steps_per_epoch)
-            outputs = [eval_step(params, feed.batch(i, shardings)) for i in range(count)]
+            outputs = [eval_step(params, batch) for batch in feed.epoch(shardings, self._steps)]
             results[f"training_eval/{name}"] = summarize(jax.device_get(outputs))
         return results
 

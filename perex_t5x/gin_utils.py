@@ -9,10 +9,12 @@ it, all with file and line, before any module is configured. Then gin itself par
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging as python_logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,18 +148,22 @@ def _check_macros(scan: _Scan) -> None:
         )
 
 
+def _parameters(configurable: Any) -> list[str]:
+    """Argument names of what a configurable wraps; Gin makes a subclass of a class, with a wrapped constructor."""
+    target = configurable.__mro__[1] if inspect.isclass(configurable) else inspect.unwrap(configurable)
+    return [name for name in inspect.signature(target).parameters if name != "self"]
+
+
 def _explain(e: Exception, imports: Sequence[str]) -> ConfigError:
     """Turns gin's error into one that names the nearest known name. Gin's text already carries file and line."""
-    text = str(e)
+    text = re.sub(r"\n\s*In bindings string line \d+\n\s*", "\n  In --gin.", str(e))
     hint = ""
     parameter = re.search(r"Configurable '([\w.]+)' doesn't have a parameter named '(\w+)'", text)
     attribute = re.search(r"Couldn't resolve selector ([\w.]+); <module '([\w.]+)'.*has no attribute (\w+)", text)
     unimported = re.search(r"'(\w+)' was not provided by an import statement", text)
     unmatched = re.search(r"No configurable matching '([\w.]+)'", text)
     if parameter:
-        configurable = gin.get_configurable(parameter[1])
-        target = inspect.unwrap(configurable)
-        known = [p for p in inspect.signature(target).parameters if p != "self"]
+        known = _parameters(gin.get_configurable(parameter[1].rsplit(".", 1)[-1]))
         hint = f"{did_you_mean(parameter[2], known)} It has: {', '.join(known)}."
     elif attribute:
         module = __import__(attribute[2], fromlist=[""])
@@ -181,6 +187,22 @@ def _parse_binding(binding: str, imports: Sequence[str]) -> None:
         gin.parse_config(["from __gin__ import dynamic_registration", *imports, binding])
     else:
         gin.parse_config(binding)
+
+
+@contextlib.contextmanager
+def _without_search_noise() -> Iterator[None]:
+    """Gin logs an error for every folder in which it looks for an included file in vain; `_find` says it once."""
+    noise = re.compile(r"Path not found")
+    root = python_logging.getLogger()
+
+    def drop(record: python_logging.LogRecord) -> bool:
+        return not noise.match(str(record.msg))
+
+    root.addFilter(drop)
+    try:
+        yield
+    finally:
+        root.removeFilter(drop)
 
 
 def parse_gin_flags(
@@ -212,10 +234,11 @@ def parse_gin_flags(
     for path in search_paths[1:]:
         gin.add_config_file_search_path(path)
     try:
-        for path in files:
-            gin.parse_config_file(path)
-        for binding in bindings:
-            _parse_binding(binding, scan.imports)
+        with _without_search_noise():
+            for path in files:
+                gin.parse_config_file(path)
+            for binding in bindings:
+                _parse_binding(binding, scan.imports)
         if finalize_config:
             gin.finalize()
     except ConfigError:

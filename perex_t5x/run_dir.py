@@ -50,22 +50,23 @@ def tree_bytes(tree: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def write_model_info(model_dir: str, boxed_params: Any, shardings: Any, state_shapes: Any) -> str:
-    """Writes `model-info.txt`: each parameter with shape, logical axes and mesh axes; returns a one-line summary."""
+def summarize_model(boxed_params: Any, state_shapes: Any) -> str:
+    """Parameters and bytes in one line."""
+    total = sum(math.prod(x.shape) for x in jax.tree.leaves(nn.meta.unbox(boxed_params)))
+    return f"{total:,} parameters; state {tree_bytes(state_shapes) / 1e6:,.1f} MB (parameters and optimizer)"
+
+
+def write_model_info(model_dir: str, boxed_params: Any, shardings: Any, summary: str) -> None:
+    """Writes `model-info.txt`: each parameter with shape, logical axes and mesh axes, and the summary."""
     params = jax.tree_util.tree_leaves_with_path(
         boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
     )
     lines = []
-    total = 0
     for (path, leaf), sharding in zip(params, jax.tree.leaves(shardings), strict=True):
         names = leaf.names if isinstance(leaf, nn.LogicallyPartitioned) else ()
         value = getattr(leaf, "value", leaf)
         size = math.prod(value.shape)
-        total += size
         name = path_name([key for key in path if getattr(key, "name", None) != "value"])
         lines.append(f"{name:<64} {size:>14,}  {tuple(value.shape)!s:<24} {tuple(names)!s:<28} {sharding.spec}")
-    state_bytes = tree_bytes(state_shapes)
-    summary = f"{total:,} parameters; state {state_bytes / 1e6:,.1f} MB (parameters and optimizer)"
     with open(os.path.join(model_dir, "model-info.txt"), "w", encoding="utf-8") as f:
         f.write("\n".join([*lines, "", summary, ""]))
-    return summary

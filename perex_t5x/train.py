@@ -83,17 +83,18 @@ def train(
 
     spec = batch_spec(train_dataset_cfg, model.FEATURE_CONVERTER_CLS())
     shapes, shardings, boxed_params = trainer.abstract_state({k: v.shape for k, v in spec.items()})
+    summary = run_dir.summarize_model(boxed_params, shapes)
+    logging.info("%s", summary)
     run_dir.prepare(model_dir, run_dir.tree_bytes(shapes))
+    source = _where_to_start(model_dir, checkpoint_cfg)
+    if dry_run:
+        print(f"dry run: the configuration is fine. {summary}. Starts from {source or 'scratch'}. Nothing was compiled.")
+        return 0, shapes
     is_writer = jax.process_index() == 0
     if is_writer:
-        info = run_dir.write_model_info(model_dir, boxed_params, shardings.params, shapes)
-        logging.info("%s", info)
+        run_dir.write_model_info(model_dir, boxed_params, shardings.params, summary)
         summarize_config_fn(model_dir, None, 0)
-    if dry_run:
-        print(f"dry run: the configuration is fine. {info}. Nothing was compiled or trained.")
-        return 0, shapes
 
-    source = _where_to_start(model_dir, checkpoint_cfg)
     own = source is not None and os.path.dirname(source) == checkpoints.absolute(model_dir)
     saved_run = checkpoints.read_run(source) if own else {}
 

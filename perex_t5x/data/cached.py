@@ -21,11 +21,7 @@ def _component_tasks(provider: Any, split: str) -> tuple[list[Any], list[float]]
     """The tasks that have the split, with their mixing rates."""
     import seqio
 
-    tasks = [
-        t
-        for t in seqio.get_subtasks(provider)
-        if split.split("[")[0] in [str(s) for s in t.splits]
-    ]
+    tasks = [t for t in seqio.get_subtasks(provider) if split.split("[")[0] in [str(s) for s in t.splits]]
     if isinstance(provider, seqio.Task):
         return tasks, [1.0]
     return tasks, [float(provider.get_rate(t)) for t in tasks]
@@ -53,9 +49,7 @@ class CachedFeed(Feed):
     ):
         started = time.monotonic()
         tasks, rates = _component_tasks(provider, cfg.split)
-        self._stores = [
-            stores.open_store(t, converter, cfg.split, lengths, cfg, spec) for t in tasks
-        ]
+        self._stores = [stores.open_store(t, converter, cfg.split, lengths, cfg, spec) for t in tasks]
         sizes = [len(s) for s in self._stores]
         for task, size in zip(tasks, sizes, strict=True):
             if not size:
@@ -118,9 +112,7 @@ class CachedFeed(Feed):
         start = step * self.batch_size
         if sharding is None:
             return self._read(start, start + self.batch_size)
-        return placement.place(
-            lambda a, b: self._read(start + a, start + b), self.element_spec, sharding
-        )
+        return placement.place(lambda a, b: self._read(start + a, start + b), self.element_spec, sharding)
 
     def _position(self, step: int) -> dict[str, Any]:
         return {

@@ -19,7 +19,7 @@ from perex_t5x.errors import ConfigError, did_you_mean
 FEEDS = ("auto", "cached", "streaming")
 
 
-class EndOfData(IndexError):
+class EndOfData(IndexError):  # noqa: N818 (an end, not an error)
     """Asked for a batch behind the last one of a feed that does not repeat."""
 
 
@@ -62,9 +62,7 @@ class Feed(abc.ABC):
         """What a checkpoint at `step` has to remember, as JSON."""
         return self._position(step)
 
-    def epoch(
-        self, sharding: Shardings | None = None, max_steps: int | None = None
-    ) -> Iterator[dict[str, Any]]:
+    def epoch(self, sharding: Shardings | None = None, max_steps: int | None = None) -> Iterator[dict[str, Any]]:
         """Batches 0, 1, ... of a feed that does not repeat, at most `max_steps`."""
         step = 0
         while max_steps is None or step < max_steps:
@@ -99,19 +97,17 @@ class Feed(abc.ABC):
                 "CheckpointConfig.restore.path."
             )
 
-    def save_state(self, directory: str, step: int | None = None) -> None:
-        """Writes what `position` cannot hold; nothing for a cached feed."""
+    def save_state(self, directory: str, step: int | None = None) -> None:  # noqa: B027
+        """Writes what `position` cannot hold: nothing, for a cached feed."""
 
-    def restore(self, directory: str) -> None:
-        """Reads what `save_state` wrote."""
+    def restore(self, directory: str) -> None:  # noqa: B027
+        """Continues from what `save_state` wrote."""
 
 
 def batch_spec(cfg: Any, feature_converter_cls: type) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of the global batch, from the configuration alone; reads no data."""
     provider = lookup.get_mixture_or_task(cfg.mixture_or_task_name, cfg.module)
-    lengths = lookup.check_feature_lengths(
-        provider, cfg.task_feature_lengths, feature_converter_cls
-    )
+    lengths = lookup.check_feature_lengths(provider, cfg.task_feature_lengths, feature_converter_cls)
     return _spec(cfg, feature_converter_cls(pack=cfg.pack), lengths)
 
 
@@ -155,8 +151,7 @@ def _fits(provider: Any, cfg: Any, spec: Mapping[str, Any]) -> bool:
         return False
     fits = estimate <= cfg.memory_limit_bytes
     logging.info(
-        "%s: about %.2f GiB as an index-addressed copy, %s DatasetConfig.memory_limit_bytes = "
-        "%.2f GiB: %s.",
+        "%s: about %.2f GiB as an index-addressed copy, %s DatasetConfig.memory_limit_bytes = %.2f GiB: %s.",
         name,
         estimate / 2**30,
         "within" if fits else "above",
@@ -187,14 +182,11 @@ def make_feed(
     """
     if cfg.feed not in FEEDS:
         raise ConfigError(
-            f"DatasetConfig.feed = {cfg.feed!r}: choose one of {', '.join(FEEDS)}."
-            f"{did_you_mean(str(cfg.feed), FEEDS)}"
+            f"DatasetConfig.feed = {cfg.feed!r}: choose one of {', '.join(FEEDS)}.{did_you_mean(str(cfg.feed), FEEDS)}"
         )
     provider = lookup.get_mixture_or_task(cfg.mixture_or_task_name, cfg.module)
     lookup.check_split(provider, cfg.split)
-    lengths = lookup.check_feature_lengths(
-        provider, cfg.task_feature_lengths, feature_converter_cls
-    )
+    lengths = lookup.check_feature_lengths(provider, cfg.task_feature_lengths, feature_converter_cls)
     lookup.check_offline_cache(provider, cfg.use_cached)
     converter = feature_converter_cls(pack=cfg.pack)
     spec = _spec(cfg, converter, lengths)
@@ -204,7 +196,11 @@ def make_feed(
     if kind == "auto":
         kind = "cached" if _fits(provider, cfg, spec) else "streaming"
     seed = _order_seed(cfg, saved_position)
-    arguments = dict(
+    if kind == "cached":
+        from perex_t5x.data.cached import CachedFeed as FeedClass
+    else:
+        from perex_t5x.data.streaming import StreamingFeed as FeedClass
+    feed = FeedClass(
         cfg=cfg,
         provider=provider,
         converter=converter,
@@ -214,11 +210,6 @@ def make_feed(
         repeat=repeat,
         pad_remainder=pad_remainder,
     )
-    if kind == "cached":
-        from perex_t5x.data.cached import CachedFeed as cls
-    else:
-        from perex_t5x.data.streaming import StreamingFeed as cls
-    feed = cls(**arguments)
     if saved_position:
         feed.check_position(saved_position)
     return feed

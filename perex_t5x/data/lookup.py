@@ -14,8 +14,9 @@ def get_mixture_or_task(name: str, module: str | None = None) -> Any:
 
     The package's own tasks are always registered, with the arguments that Gin binds.
     """
-    import gin
     import seqio
+
+    import gin
 
     with gin.unlock_config():  # the tasks' functions register with Gin when first imported
         from perex_t5x.data import tasks
@@ -47,11 +48,17 @@ def _splits(provider: Any) -> list[str]:
     import seqio
 
     for task in seqio.get_subtasks(provider):
-        if isinstance(task.source, seqio.TfdsDataSource) and not task.source.splits:
-            loader = task.source.tfds_dataset
+        if not isinstance(task.source, seqio.TfdsDataSource):
+            continue
+        loader, reason = task.source.tfds_dataset, ""
+        try:
+            prepared = bool(task.source.splits)
+        except Exception as e:
+            prepared, reason = False, f" ({e})"
+        if not prepared:
             raise ConfigError(
                 f"Task {task.name!r} reads the TFDS dataset {loader.name!r}, which is not prepared "
-                f"in {loader.data_dir or '~/tensorflow_datasets'}. Give its folder with "
+                f"in {loader.data_dir or '~/tensorflow_datasets'}{reason}. Give its folder with "
                 f"--tfds_data_dir, or prepare it there with `tfds build {loader.name}`."
             )
     return [str(s) for s in provider.splits]
@@ -87,19 +94,16 @@ def check_feature_lengths(provider: Any, lengths: Any, converter_cls: type) -> d
             slips.append(f"no length for {', '.join(map(repr, missing))}")
         if unknown:
             slips.append(
-                f"{', '.join(map(repr, unknown))} not a feature of the model"
-                + did_you_mean(unknown[0], needed)
+                f"{', '.join(map(repr, unknown))} not a feature of the model" + did_you_mean(unknown[0], needed)
             )
         raise ConfigError(
             f"TASK_FEATURE_LENGTHS = {given}: {'; '.join(slips)}. The model "
             f"({converter_cls.__name__}) needs a length for {', '.join(needed)}, for example "
-            f"TASK_FEATURE_LENGTHS = {({f: 512 for f in needed})}."
+            f"TASK_FEATURE_LENGTHS = { ({f: 512 for f in needed}) }."
         )
     for feature, length in given.items():
         if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-            raise ConfigError(
-                f"TASK_FEATURE_LENGTHS: length of {feature!r} is {length!r}, not a positive integer."
-            )
+            raise ConfigError(f"TASK_FEATURE_LENGTHS: length of {feature!r} is {length!r}, not a positive integer.")
     return {f: given[f] for f in needed}
 
 

@@ -60,9 +60,7 @@ def pack(examples: Mapping[str, np.ndarray], lengths: Mapping[str, int]) -> dict
         positions.reshape(-1)[place] = position
         packed[name] = tokens
         packed[f"{name}_positions"] = positions
-        packed[f"{name}_segment_ids"] = np.cumsum(positions == 0, axis=1, dtype=np.int32) * (
-            tokens != 0
-        )
+        packed[f"{name}_segment_ids"] = np.cumsum(positions == 0, axis=1, dtype=np.int32) * (tokens != 0)
     return packed
 
 

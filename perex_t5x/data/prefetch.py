@@ -18,9 +18,7 @@ class prefetch(Iterator):  # noqa: N801 (used like a function: `for step, batch 
     `with` block) stops the thread and waits for it; it may be called twice.
     """
 
-    def __init__(
-        self, feed: Feed, start_step: int, shardings: Shardings | None = None, buffer: int = 2
-    ):
+    def __init__(self, feed: Feed, start_step: int, shardings: Shardings | None = None, buffer: int = 2):
         if buffer < 1:
             raise ValueError(f"buffer = {buffer}: must be at least 1")
         self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=buffer)
@@ -46,7 +44,7 @@ class prefetch(Iterator):  # noqa: N801 (used like a function: `for step, batch 
                 step += 1
         except EndOfData:
             self._put("end", None)
-        except BaseException as e:  # noqa: BLE001 (raised again in the consumer)
+        except BaseException as e:
             self._put("error", e)
 
     def __next__(self) -> tuple[int, dict[str, Any]]:

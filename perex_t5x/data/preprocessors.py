@@ -36,14 +36,13 @@ def _chunks(ds: tf.data.Dataset, feature: str, length: int) -> tf.data.Dataset:
     """
 
     def chunks(group):
-        tokens = group[feature]
-        ends = tokens.row_lengths() % length
-        place = tf.ragged.range(tokens.row_lengths())
-        is_end = (place >= (tokens.row_lengths() - ends)[:, None]).flat_values
-        whole = tf.reshape(tf.boolean_mask(tokens.flat_values, ~is_end), [-1, length])
-        padded = tf.RaggedTensor.from_row_lengths(
-            tf.boolean_mask(tokens.flat_values, is_end), ends
-        ).to_tensor()
+        # Flat arithmetic: ragged comparisons take half a second to trace.
+        tokens, lengths = group[feature].flat_values, group[feature].row_lengths()
+        ends = lengths % length
+        place = tf.range(tf.size(tokens, tf.int64)) - tf.repeat(group[feature].row_starts(), lengths)
+        is_end = place >= tf.repeat(lengths - ends, lengths)
+        whole = tf.reshape(tf.boolean_mask(tokens, ~is_end), [-1, length])
+        padded = tf.RaggedTensor.from_row_lengths(tf.boolean_mask(tokens, is_end), ends, validate=False).to_tensor()
         short = tf.data.Dataset.from_tensor_slices((padded, ends))
         short = short.filter(lambda row, n: n > 0).map(lambda row, n: {feature: row[:n]})
         return tf.data.Dataset.from_tensor_slices({feature: whole}).concatenate(short)
@@ -98,10 +97,24 @@ def span_corruption_chunk_length(inputs_length: int, targets_length: int) -> int
     return length
 
 
+def check_sentinels(vocabulary: seqio.Vocabulary, chunk_length: int) -> None:
+    _, spans = noise_counts(chunk_length)
+    if spans > vocabulary.extra_ids:
+        raise ConfigError(
+            f"Span corruption of {chunk_length} tokens needs {spans} sentinels, and the vocabulary "
+            f"has extra_ids = {vocabulary.extra_ids}: make the vocabulary with at least {spans}, or "
+            "TASK_FEATURE_LENGTHS['inputs'] shorter."
+        )
+
+
 def chunks_for_span_corruption(
-    ds: tf.data.Dataset, sequence_length: Mapping[str, int]
+    ds: tf.data.Dataset,
+    sequence_length: Mapping[str, int],
+    output_features: Mapping[str, seqio.Feature],
 ) -> tf.data.Dataset:
+    """Chunks that fill `sequence_length` once `span_corruption` and EOS are through with them."""
     length = span_corruption_chunk_length(sequence_length["inputs"], sequence_length["targets"])
+    check_sentinels(output_features["targets"].vocabulary, length)
     return _chunks(ds, "targets", length)
 
 

@@ -31,9 +31,7 @@ def row_dtype(task: Any, spec: Mapping[str, Any]) -> np.dtype:
 
     A packed row of 128 byte tokens takes 896 bytes instead of 2560.
     """
-    vocab_size = max(
-        f.vocabulary.vocab_size for f in task.output_features.values() if hasattr(f, "vocabulary")
-    )
+    vocab_size = max(f.vocabulary.vocab_size for f in task.output_features.values() if hasattr(f, "vocabulary"))
     fields = []
     for name, feature in sorted(spec.items()):
         length = feature.shape[1]
@@ -168,9 +166,7 @@ def _preprocessor_key(fn: Any) -> str:
     return f"{name}{sorted(getattr(fn, 'keywords', {}).items(), key=str)}"
 
 
-def copy_key(
-    task: Any, converter: Any, split: str, lengths: Mapping[str, int], cfg: Any, dtype: np.dtype
-) -> str:
+def copy_key(task: Any, converter: Any, split: str, lengths: Mapping[str, int], cfg: Any, dtype: np.dtype) -> str:
     """Names a copy by everything that decides its content, without reading the content.
 
     The body of a preprocessor is not part of it, only its name and arguments.

@@ -26,9 +26,7 @@ def _task_source_bytes(task: Any, split: str, use_cached: bool) -> int | None:
     return None
 
 
-def estimate_bytes(
-    provider: Any, split: str, use_cached: bool, spec: Mapping[str, Any]
-) -> int | None:
+def estimate_bytes(provider: Any, split: str, use_cached: bool, spec: Mapping[str, Any]) -> int | None:
     """An upper estimate of the copy's bytes in memory; None where the source's size is unknown.
 
     The larger of what the text itself takes and of one row per source example: unpacked short

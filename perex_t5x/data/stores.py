@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,10 @@ from perex_t5x.errors import ConfigError
 
 _DATA = "rows.array_record"
 _META = "copy.json"
+
+# Feeds over the same rows (training and its evaluation, a benchmark's two loops) share one copy
+# for as long as one of them lives.
+_shared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class MemoryStore:
@@ -143,7 +148,13 @@ def open_store(
         return rows_lib.read_rows(task, converter, split, lengths, cfg, dtype)
 
     if cfg.cache_dir is None:
-        return MemoryStore(chunks(), dtype)
+        shared = _shared.setdefault(task, weakref.WeakValueDictionary())
+        key = (split, repr(lengths), type(converter), converter.pack)
+        key += (cfg.trim_output_features, cfg.use_cached, str(dtype))
+        store = shared.get(key)
+        if store is None:
+            store = shared[key] = MemoryStore(chunks(), dtype)
+        return store
     if "://" in cfg.cache_dir:
         raise ConfigError(
             f"DatasetConfig.cache_dir = {cfg.cache_dir!r}: ArrayRecord needs a local or mounted "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import io
 import json
 import os
 import threading
@@ -142,8 +143,7 @@ class StreamingFeed(Feed):
             if not self._pad_remainder:
                 raise EndOfData(f"the data end at step {self._next_step}")
             rows = {
-                name: np.concatenate([x, np.zeros((wanted - count, *x.shape[1:]), x.dtype)])
-                for name, x in rows.items()
+                name: np.concatenate([x, np.zeros((wanted - count, *x.shape[1:]), x.dtype)]) for name, x in rows.items()
             }
         return rows
 
@@ -211,8 +211,10 @@ class StreamingFeed(Feed):
             tf.io.gfile.makedirs(folder)
             tf.train.Checkpoint(iterator=self._iterator).write(os.path.join(folder, "iterator"))
             for i, rows in enumerate(ahead):
+                buffer = io.BytesIO()  # a zip file seeks, which remote files cannot
+                np.savez(buffer, **rows)
                 with tf.io.gfile.GFile(os.path.join(folder, f"ahead_{i}.npz"), "wb") as f:
-                    np.savez(f, **rows)
+                    f.write(buffer.getvalue())
             with tf.io.gfile.GFile(os.path.join(folder, "state.json"), "w") as f:
                 f.write(json.dumps({"step": step, "ahead": len(ahead), "shards": self._shards}))
 
@@ -258,7 +260,7 @@ class StreamingFeed(Feed):
         self._handed_out.clear()
         for i in range(state["ahead"]):
             with tf.io.gfile.GFile(os.path.join(folder, f"ahead_{i}.npz"), "rb") as f:
-                with np.load(f) as rows:
+                with np.load(io.BytesIO(f.read())) as rows:
                     self._ahead.append({name: rows[name] for name in self.element_spec})
         self._next_step = state["step"]
 

@@ -25,9 +25,9 @@ import glob as glob_lib
 import os
 from collections.abc import Sequence
 
-import gin
 import seqio
 
+import gin
 from perex_t5x.data import metrics, preprocessors, stdlib_corpus, text_source
 from perex_t5x.errors import ConfigError
 
@@ -65,10 +65,7 @@ def _add(name: str, arguments: tuple, make_source, vocabulary, features, steps, 
         if _arguments.get(name) == arguments:
             return
         if name not in _arguments:
-            raise ConfigError(
-                f"A task named {name!r} is already registered by another module; choose another "
-                "name."
-            )
+            raise ConfigError(f"A task named {name!r} is already registered by another module; choose another name.")
         for mixture in seqio.MixtureRegistry.names():
             # A mixture holds the task objects it was made of; it would silently keep the old one.
             if name in [t.name for t in seqio.MixtureRegistry.get(mixture).tasks]:
@@ -171,16 +168,12 @@ def register_text_files(
             how_to_mend="Give more files, or tasks.register_text_files.validation_glob.",
         )
 
-    arguments = tuple(
-        tuple(g) if isinstance(g, (list, tuple)) else g for g in (glob, validation_glob)
-    )
+    arguments = tuple(tuple(g) if isinstance(g, (list, tuple)) else g for g in (glob, validation_glob))
     _add_lm(name, arguments, make_source, get_vocabulary(vocabulary or _default_vocabulary))
 
 
 @gin.configurable(module="perex_t5x.data.tasks")
-def register_all(
-    vocabulary: str | seqio.Vocabulary | None = None, c4_name: str = "c4/en:3.1.0"
-) -> None:
+def register_all(vocabulary: str | seqio.Vocabulary | None = None, c4_name: str = "c4/en:3.1.0") -> None:
     """Registers all tasks of this module, or registers them anew after the arguments changed.
 
     Args:

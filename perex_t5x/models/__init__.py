@@ -1,11 +1,11 @@
 """Models: networks in Flax with logical axis names, and their losses and predictions.
 
-    config.py      sizes and choices            positions.py  rotary, relative bias
-    layers.py      norm, projection, MLP        masks.py      who sees whom
-    dropout.py     one key per example          attention.py  heads and their cache
-    stack.py       scan, remat                  decoder.py, encoder.py, network.py  the networks
-    losses.py      cross entropy, normaliser    *_model.py    loss_fn, predict_batch
-    decoding.py    greedy, sampling             beam.py       beam search
+config.py      sizes and choices            positions.py  rotary, relative bias
+layers.py      norm, projection, MLP        masks.py      who sees whom
+dropout.py     one key per example          attention.py  heads and their cache
+stack.py       scan, remat                  decoder.py, encoder.py, network.py  the networks
+losses.py      cross entropy, normaliser    *_model.py    loss_fn, predict_batch
+decoding.py    greedy, sampling             beam.py       beam search
 """
 
 from perex_t5x.models.base_model import BaseTransformerModel

@@ -32,9 +32,7 @@ def length_penalty(length: jax.Array | int, alpha: float) -> jax.Array | float:
     return ((5 + length) / 6) ** alpha
 
 
-def beam_search(
-    start: Start, *, eos_id: int, num_beams: int, alpha: float = 0.6
-) -> tuple[jax.Array, jax.Array]:
+def beam_search(start: Start, *, eos_id: int, num_beams: int, alpha: float = 0.6) -> tuple[jax.Array, jax.Array]:
     """Finds sequences y with large log p(y) / length_penalty(|y|, alpha).
 
     Each step takes the 2K best extensions of a row's K live beams. Those among the first K that end in EOS are
@@ -119,9 +117,7 @@ def beam_search(
             finished_scores_BxK=frozen(state.finished_scores_BxK, new.finished_scores_BxK),
         )
 
-    logits_shape = jax.eval_shape(
-        start.next_logits, start.tokens_B, start.positions_B, start.cache, start.constants
-    )[0]
+    logits_shape = jax.eval_shape(start.next_logits, start.tokens_B, start.positions_B, start.cache, start.constants)[0]
     empty_BxKxL = jnp.zeros((rows, beams, steps), start.tokens_B.dtype)
     worst_BxK = jnp.full((rows, beams), WORST, logits_shape.dtype)
     state = _State(

@@ -123,9 +123,7 @@ def choose_each_step(start: Start, eos_id: int, choose: Choose) -> tuple[jax.Arr
         done_B = done_B | (chosen_B == eos_id) | (step + 1 >= start.limit_B)
         return step + 1, chosen_B, cache, result_BxL, scores_B, done_B
 
-    logits_shape = jax.eval_shape(
-        start.next_logits, start.tokens_B, start.positions_B, start.cache, start.constants
-    )[0]
+    logits_shape = jax.eval_shape(start.next_logits, start.tokens_B, start.positions_B, start.cache, start.constants)[0]
     state = (
         jnp.int32(0),
         start.tokens_B,
@@ -138,9 +136,7 @@ def choose_each_step(start: Start, eos_id: int, choose: Choose) -> tuple[jax.Arr
     return result_BxL, scores_B
 
 
-def sample(
-    logits_BxV: jax.Array, keys_B: jax.Array, step: jax.Array, temperature: float, top_k: int
-) -> jax.Array:
+def sample(logits_BxV: jax.Array, keys_B: jax.Array, step: jax.Array, temperature: float, top_k: int) -> jax.Array:
     """Draws a token per row from softmax(logits / temperature) over the `top_k` largest (0: all).
 
     Row b's draw at a step is a function of its logits, keys_B[b] and the step.

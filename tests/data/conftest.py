@@ -39,7 +39,7 @@ def converter():
     return seqio.LMFeatureConverter
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def config(tiny_lm):
     """Makes a DatasetConfig over the tiny task."""
 

@@ -23,9 +23,19 @@ def row_counts(batches):
     return collections.Counter(rows)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def rows(config, converter):
+    """Keeps the tiny task's rows alive, which all feeds over them share."""
+    return make_feed(config(), converter)
+
+
 @pytest.fixture
 def feed(config, converter):
     return make_feed(config(), converter)
+
+
+def test_feeds_share_their_rows(feed, rows):
+    assert feed._stores[0] is rows._stores[0]
 
 
 def test_spec_and_batches_agree(config, converter, feed):
@@ -41,13 +51,9 @@ def test_an_epoch_sees_every_row_once_and_equals_seqio(config, converter):
     cfg = config()
     feed = make_feed(cfg, converter, repeat=False, pad_remainder=True)
     ours = row_counts(feed.epoch())
-    ds = seqio.get_mixture_or_task("tiny_lm").get_dataset(
-        cfg.task_feature_lengths, split="train", shuffle=False
-    )
+    ds = seqio.get_mixture_or_task("tiny_lm").get_dataset(cfg.task_feature_lengths, split="train", shuffle=False)
     ds = converter(pack=True)(ds, cfg.task_feature_lengths)
-    theirs = collections.Counter(
-        ex["decoder_target_tokens"].tobytes() for ex in ds.as_numpy_iterator()
-    )
+    theirs = collections.Counter(ex["decoder_target_tokens"].tobytes() for ex in ds.as_numpy_iterator())
     assert ours == theirs and sum(ours.values()) == feed.num_examples
 
 
@@ -175,8 +181,11 @@ def mixture(corpus, tiny_lm):
 
 def test_a_mixture_keeps_its_rates_and_its_order(config, converter, mixture, shardings):
     feed = make_feed(config(mixture_or_task_name=mixture), converter)
-    few = set(row_counts(make_feed(config(mixture_or_task_name="few_lm"), converter, repeat=False,
-                                   pad_remainder=True).epoch()))
+    few = set(
+        row_counts(
+            make_feed(config(mixture_or_task_name="few_lm"), converter, repeat=False, pad_remainder=True).epoch()
+        )
+    )
     tiny = set(row_counts(make_feed(config(), converter, repeat=False, pad_remainder=True).epoch()))
     drawn = row_counts(feed.batch(s, None) for s in range(100))
     only_tiny = sum(n for row, n in drawn.items() if row in tiny - few)
@@ -199,8 +208,7 @@ def test_auto_caches_what_fits_and_streams_the_rest(config, converter):
 
 def test_the_embedded_corpus(converter, config):
     cfg = config(mixture_or_task_name="python_stdlib_lm", task_feature_lengths={"targets": 128})
-    feed = make_feed(dataclasses.replace(cfg, split="validation"), converter, repeat=False,
-                     pad_remainder=True)
+    feed = make_feed(dataclasses.replace(cfg, split="validation"), converter, repeat=False, pad_remainder=True)
     weights = np.concatenate([b["decoder_loss_weights"] for b in feed.epoch()])[: feed.num_examples]
     assert weights.mean() > 0.98, "packed rows are nearly full"
     source = seqio.get_mixture_or_task("python_stdlib_lm").source

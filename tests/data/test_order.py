@@ -47,9 +47,7 @@ def test_positions_of_a_row_are_spread_evenly():
     length=st.integers(1, 64),
 )
 def test_any_window_of_a_mixture_equals_the_whole(sizes, data, start, length):
-    rates = data.draw(
-        st.lists(st.floats(0.01, 10), min_size=len(sizes), max_size=len(sizes)), label="rates"
-    )
+    rates = data.draw(st.lists(st.floats(0.01, 10), min_size=len(sizes), max_size=len(sizes)), label="rates")
     order = MixedOrder(sizes, rates, seed=0)
     whole = order.rows(np.arange(start, start + length))
     cut = data.draw(st.integers(0, length - 1))

@@ -32,10 +32,7 @@ def test_equals_seqios_converter(converter_cls, lengths, pack):
     ds = tf.data.Dataset.from_generator(lambda: iter(examples_list), output_signature=spec)
     expected = list(converter_cls(pack=pack)(ds, lengths).as_numpy_iterator())
 
-    padded = {
-        f: np.stack([np.pad(e[f], (0, lengths[f] - len(e[f]))) for e in examples_list])
-        for f in lengths
-    }
+    padded = {f: np.stack([np.pad(e[f], (0, lengths[f] - len(e[f]))) for e in examples_list]) for f in lengths}
     rows = (packing.pack if pack else packing.pad)(padded, lengths)
     ours = packing.model_features(rows)
     assert set(ours) == set(expected[0])

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_support import MAKE, batch, close, params
+from model_support import MAKE, TWO_LAYERS, batch, close, jit, logits, params
 
 from perex_t5x.models import dropout, restack
 
@@ -35,27 +35,23 @@ def test_a_row_alone_draws_the_masks_it_has_in_the_batch(kind):
     model = MAKE[kind](dropout_rate=0.4)
     p = params(model, features)
     keys = jax.random.split(jax.random.key(5), 3)
-    logits = jax.jit(model.compute_logits)
-    whole = logits(p, features, keys)
-    assert float(jnp.abs(whole - logits(p, features, None)).max()) > 0.1
+    compute = jit(model.compute_logits)
+    whole = compute(p, features, keys)
+    assert float(jnp.abs(whole - logits(model, p, features)).max()) > 0.1
     for b in range(3):
-        close(logits(p, row(features, b), keys[b]), whole[b : b + 1], atol=1e-5)
+        close(compute(p, row(features, b), keys[b]), whole[b : b + 1], atol=1e-5)
     order = jnp.array([2, 0, 1])
-    close(logits(p, {k: x[order] for k, x in features.items()}, keys[order]), whole[order], atol=1e-5)
+    close(compute(p, {k: x[order] for k, x in features.items()}, keys[order]), whole[order], atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_scanned_layers_draw_the_masks_of_unrolled_ones(kind):
     features = batch(kind)
     keys = jax.random.split(jax.random.key(5), 3)
-    unrolled = MAKE[kind](dropout_rate=0.4)
+    unrolled = MAKE[kind](dropout_rate=0.4, **TWO_LAYERS)
     p = params(unrolled, features)
-    scanned = MAKE[kind](dropout_rate=0.4, scan_layers=True, remat_policy="full")
-    close(
-        jax.jit(scanned.compute_logits)(restack(p), features, keys),
-        jax.jit(unrolled.compute_logits)(p, features, keys),
-        atol=1e-5,
-    )
+    scanned = MAKE[kind](dropout_rate=0.4, scan_layers=True, **TWO_LAYERS)
+    close(logits(scanned, restack(p), features, keys), logits(unrolled, p, features, keys), atol=1e-5)
 
 
 def test_layers_and_sites_draw_different_masks():

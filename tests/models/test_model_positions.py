@@ -25,7 +25,8 @@ def test_rotary_products_depend_on_the_difference_only(rng=np.random.default_rng
 
     def product(at_q, at_k):
         turned = [
-            positions.apply_rotary(x, positions.rotary_tables(jnp.array([[at]]), 16)) for x, at in ((q, at_q), (k, at_k))
+            positions.apply_rotary(x, positions.rotary_tables(jnp.array([[at]]), 16))
+            for x, at in ((q, at_q), (k, at_k))
         ]
         return float(jnp.sum(turned[0] * turned[1]))
 

@@ -1,0 +1,124 @@
+import itertools
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from perex_t5x.data import make_feed, prefetch, streaming
+from perex_t5x.errors import ConfigError
+
+
+def equal(a, b):
+    return set(a) == set(b) and all(np.array_equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture
+def stream(config, converter):
+    def make(**changes):
+        return make_feed(config(feed="streaming", **changes), converter)
+
+    return make
+
+
+def test_resumed_equals_never_stopped(stream, shardings, tmp_path, config, converter):
+    """Saved at step 4 while prefetching is ahead of it, across an epoch's end."""
+    feed = stream(pack=False, batch_size=64)
+    on_mesh = shardings(feed, 4, 2)
+    with prefetch(feed, 0, on_mesh) as batches:
+        straight = [b for _, b in itertools.islice(batches, 4)]
+        position = feed.position(4)
+        feed.save_state(str(tmp_path))
+        straight += [b for _, b in itertools.islice(batches, 8)]
+    cached = make_feed(config(pack=False, batch_size=64), converter)
+    assert cached.steps_per_epoch < 12, "the test goes across the end of an epoch"
+    assert [p.name for p in tmp_path.iterdir()] == ["process_0-of-1"]
+
+    resumed = make_resumed(stream, position, tmp_path)
+    for step in range(4, 7):
+        assert equal(resumed.batch(step, None), straight[step]), step
+    # Saved again before all the batches that came with the first state were used up.
+    again = tmp_path / "again"
+    resumed.position(7)
+    resumed.save_state(str(again))
+    twice = make_resumed(stream, position, again)
+    for step in range(7, 12):
+        assert equal(twice.batch(step, None), straight[step]), step
+
+
+def make_resumed(stream, position, directory):
+    feed = stream(pack=False, batch_size=64)
+    feed.check_position(json.loads(json.dumps(position)))
+    feed.restore(str(directory))
+    return feed
+
+
+def test_steps_come_in_sequence(stream):
+    feed = stream()
+    feed.batch(0, None)
+    with pytest.raises(ValueError, match="step 5 was asked for, 1 is next"):
+        feed.batch(5, None)
+
+
+def test_another_number_of_hosts_is_refused(stream, tmp_path):
+    (tmp_path / "process_0-of-4").mkdir()
+    with pytest.raises(ConfigError, match="saved by 4 processes and this run has 1"):
+        stream().restore(str(tmp_path))
+    with pytest.raises(ConfigError, match="process_0-of-1 is missing"):
+        stream().restore(str(tmp_path / "nowhere"))
+
+
+def test_one_epoch_can_be_gone_through_again_and_is_the_cached_one(config, converter):
+    cfg = dict(shuffle=False, batch_size=16, pack=False)
+    feed = make_feed(config(feed="streaming", **cfg), converter, repeat=False, pad_remainder=True)
+    cached = make_feed(config(**cfg), converter, repeat=False, pad_remainder=True)
+    first, second, other = (list(f.epoch()) for f in (feed, feed, cached))
+    assert len(first) == len(second) == len(other) == cached.num_steps
+    for a, b, c in zip(first, second, other, strict=True):
+        assert equal(a, b) and equal(a, c)
+    assert len(list(cached.epoch(max_steps=2))) == 2
+
+
+class FakeDevice:
+    def __init__(self, process_index):
+        self.process_index = process_index
+
+
+class FakeSharding:
+    """Rows of a mesh of devices on several processes."""
+
+    def __init__(self, processes_and_rows):
+        self._rows = processes_and_rows
+
+    def devices_indices_map(self, shape):
+        return {FakeDevice(p): (slice(a, b), slice(None)) for p, a, b in self._rows}
+
+
+def test_processes_with_the_same_rows_read_the_same_shard():
+    # 4 processes of 2 devices; model parallelism of 4 joins processes 0 and 1, 2 and 3.
+    sharding = FakeSharding([(p, 8 * (p // 2), 8 * (p // 2) + 8) for p in range(4) for _ in "ab"])
+    assert [streaming.data_shard(sharding, 16, p) for p in range(4)] == [
+        (2, 0),
+        (2, 0),
+        (2, 1),
+        (2, 1),
+    ]
+    uneven = FakeSharding([(0, 0, 4), (0, 12, 16), (1, 4, 8), (1, 8, 12)])
+    with pytest.raises(ConfigError, match="contiguous"):
+        streaming.data_shard(uneven, 16, 0)
+
+
+def test_feeds_are_imported_without_tensorflow():
+    code = (
+        "import sys, perex_t5x.data, perex_t5x.data.feed, perex_t5x.data.prefetch, "
+        "perex_t5x.data.cached, perex_t5x.data.streaming; "
+        "print([m for m in ('tensorflow', 'seqio', 'grain') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_hosts_are_named_in_the_position(stream):
+    assert stream().position(0)["process_count"] == jax.process_count()

@@ -1,0 +1,68 @@
+"""Two real processes: the same cached batch as one, a divided stream, one copy on disk."""
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from perex_t5x.data import make_feed, tasks
+from perex_t5x.errors import ConfigError
+
+pytestmark = pytest.mark.slow  # two more processes that import TensorFlow
+
+
+@pytest.fixture(scope="module")
+def hosts(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hosts")
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    script = os.path.join(os.path.dirname(__file__), "two_hosts.py")
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": root,
+    }
+    command = [sys.executable, script, str(port)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(i), f"{corpus}/*.txt", str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    outputs = [p.communicate(timeout=120)[0] for p in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output[-3000:]
+    lines = [[x for x in o.splitlines() if x.startswith("SEEN ")][-1] for o in outputs]
+    return folder, [json.loads(line[5:]) for line in lines]
+
+
+def test_two_hosts_see_the_cached_batch_of_one(hosts, corpus, config, converter):
+    folder, (first, second) = hosts
+    tasks.register_text_files(glob=f"{corpus}/*.txt", name="hosts_lm")
+    alone = make_feed(config(mixture_or_task_name="hosts_lm", pack=False), converter)
+    rows = alone.batch(5, None)["decoder_target_tokens"]
+    expected = {str(i): hashlib.sha256(rows[i : i + 2]).hexdigest() for i in range(0, 8, 2)}
+    assert {**first["cached"], **second["cached"]} == expected
+    assert not set(first["cached"]) & set(second["cached"])
+    assert first["drawn_seed"] == second["drawn_seed"]
+    assert len(os.listdir(folder / "rows")) == 1
+
+
+def test_a_stream_is_divided_and_resumed(hosts, config, converter):
+    folder, (first, second) = hosts
+    assert not set(first["streamed"][0].values()) & set(second["streamed"][0].values())
+    for host in (first, second):
+        assert host["resumed"] == host["streamed"][1:]
+    assert sorted(os.listdir(folder / "state")) == ["process_0-of-2", "process_1-of-2"]
+    with pytest.raises(ConfigError, match="saved by 2 processes and this run has 1"):
+        make_feed(config(feed="streaming"), converter).restore(str(folder / "state"))

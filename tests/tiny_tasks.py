@@ -1,0 +1,35 @@
+"""Registers the SeqIO task of `tests.tiny`; named as MIXTURE_OR_TASK_MODULE, as a user's own module would be."""
+
+import functools
+
+import numpy as np
+import seqio
+import tensorflow as tf
+
+from perex_t5x.data import metrics, preprocessors
+from tests.tiny import TASK
+
+
+def _documents(split: str) -> list[str]:
+    rng = np.random.default_rng({"train": 0, "validation": 1}[split])
+    words = ["def", "return", "for", "in", "if", "self", "None", "x", "y", "=="]
+    return [" ".join(rng.choice(words, rng.integers(2, 12))) for _ in range(60)]
+
+
+def _dataset(split: str, shuffle_files: bool = False, seed: int | None = None) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices({"text": _documents(split)})
+
+
+if TASK not in seqio.TaskRegistry.names():
+    seqio.TaskRegistry.add(
+        TASK,
+        source=seqio.FunctionDataSource(_dataset, splits=("train", "validation"), num_input_examples={"train": 60}),
+        preprocessors=[
+            functools.partial(seqio.preprocessors.rekey, key_map={"targets": "text"}),
+            seqio.preprocessors.tokenize,
+            seqio.preprocessors.append_eos,
+            preprocessors.split_into_chunks,
+        ],
+        output_features={"targets": seqio.Feature(seqio.ByteVocabulary(), add_eos=True)},
+        metric_fns=[metrics.log_likelihood],
+    )
