@@ -195,7 +195,7 @@ def restore(
     wanted = {k: v for k, v in flatten(shapes.state_dict()).items() if k.split("/")[0] in parts}
     places = flatten(shardings.state_dict())
     with ocp.PyTreeCheckpointer() as checkpointer:
-        saved = flatten(checkpointer.metadata(os.path.join(path, "state")).item_metadata.tree)
+        saved = flatten(ocp.PyTreeCheckpointHandler().metadata(epath.Path(path) / "state").tree)
         sources = _assign(path, wanted, saved, config)
         _check_shapes(path, wanted, saved, sources)
         item = {}
@@ -266,6 +266,13 @@ def _assign(
             "fallback_to_scratch = True."
         )
     unused = sorted(set(saved) - set(sources.values()))
+    optimizer = "state/param_states/"
+    restored_optimizer = any(name.startswith(optimizer) for name in sources)
+    if restored_optimizer and (foreign := [name for name in unused if name.startswith(optimizer)]):
+        raise ConfigError(
+            f"checkpoint {path} was written by another optimizer: this one has no place for {_some(foreign)}. To go on "
+            "with a fresh optimizer state set RestoreCheckpointConfig.assignment_map = [('.*param_states.*', None)]."
+        )
     if config.strict and unused:
         raise ConfigError(
             f"checkpoint {path} has {len(unused)} leaves that this run does not use: {_some(unused)}. Set "

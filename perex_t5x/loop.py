@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import jax
 from absl import logging
@@ -98,7 +98,9 @@ class Loop:
         run_info: Mapping[str, Any],
         profile_steps: tuple[int, int] | None,
         model_dir: str,
+        progress_stream: TextIO | None = None,
     ):
+        self._progress_stream = progress_stream
         self._trainer, self._step_fn, self._feed = trainer, step_fn, feed
         self._evaluators, self._checkpointer, self._writer = evaluators, checkpointer, writer
         self._last_step, self._eval_period, self._stats_period = last_step, eval_period, stats_period
@@ -118,7 +120,7 @@ class Loop:
             return state
         sharding = self._trainer.partitioner.data_sharding
         shardings = {name: sharding for name in self._feed.element_spec}
-        show = Progress(step, self._last_step, enabled=jax.process_index() == 0)
+        show = Progress(step, self._last_step, enabled=jax.process_index() == 0, stream=self._progress_stream)
         batches = prefetch(self._feed, step, shardings)
         self._clock.start()
         try:

@@ -11,7 +11,6 @@ from typing import Any
 _HOMES = {
     "Feed": "feed",
     "make_feed": "feed",
-    "prefetch": "prefetch",
     "get_mixture_or_task": "lookup",
     "register_all": "tasks",
     "register_text_files": "tasks",
@@ -23,7 +22,5 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    # Importing the submodule `prefetch` sets the attribute of the same name to the module; the
-    # function is what users mean by it.
     globals()[name] = value
     return value

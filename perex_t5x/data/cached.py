@@ -27,6 +27,21 @@ def _component_tasks(provider: Any, split: str) -> tuple[list[Any], list[float]]
     return tasks, [float(provider.get_rate(t)) for t in tasks]
 
 
+def _check_hosts_agree(fingerprint: str, name: str) -> None:
+    """Refuses hosts with different rows (another Python, other files): nothing else would notice."""
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    mine = np.frombuffer(bytes.fromhex(fingerprint), np.uint8)
+    prints = [bytes(p).hex() for p in np.asarray(multihost_utils.process_allgather(mine))]
+    if len(set(prints)) > 1:
+        raise ConfigError(
+            f"The hosts hold different examples of {name!r}: fingerprints {[p[:12] for p in prints]} by process. Give "
+            "all of them the same files (for the embedded corpus: the same version of Python) and vocabulary."
+        )
+
+
 class CachedFeed(Feed):
     """Batches of step t are rows t·B ... (t+1)·B − 1 of an endless order.
 
@@ -80,6 +95,7 @@ class CachedFeed(Feed):
             shares = [repr(r / sum(rates)) for r in rates] if repeat else []
             prints = [hashlib.sha256(" ".join(prints + shares).encode()).hexdigest()]
         self.fingerprint = prints[0]
+        _check_hosts_agree(self.fingerprint, provider.name)
         self.description = (
             f"{provider.name}/{cfg.split}: cached {self._stores[0].where}, {self.num_examples} "
             f"rows, {sum(s.num_bytes for s in self._stores) / 1e6:.1f} MB, "

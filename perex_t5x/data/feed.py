@@ -14,9 +14,8 @@ from absl import logging
 
 from perex_t5x.data import lookup
 from perex_t5x.data.placement import Shardings
-from perex_t5x.errors import ConfigError, did_you_mean
-
-FEEDS = ("auto", "cached", "streaming")
+from perex_t5x.errors import ConfigError
+from perex_t5x.utils import FEEDS
 
 
 class EndOfData(IndexError):  # noqa: N818 (an end, not an error)
@@ -105,10 +104,17 @@ class Feed(abc.ABC):
 
 
 def batch_spec(cfg: Any, feature_converter_cls: type) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of the global batch, from the configuration alone; reads no data."""
-    provider = lookup.get_mixture_or_task(cfg.mixture_or_task_name, cfg.module)
-    lengths = lookup.check_feature_lengths(provider, cfg.task_feature_lengths, feature_converter_cls)
+    """Shapes and dtypes of the global batch, from the configuration alone; checks it all, reads no data."""
+    _, lengths = _checked(cfg, feature_converter_cls)
     return _spec(cfg, feature_converter_cls(pack=cfg.pack), lengths)
+
+
+def _checked(cfg: Any, feature_converter_cls: type) -> tuple[Any, dict[str, int]]:
+    """The task or mixture and its feature lengths, once everything that can be wrong with them is not."""
+    provider = lookup.get_mixture_or_task(cfg.mixture_or_task_name, cfg.module)
+    lookup.check_split(provider, cfg.split)
+    lookup.check_offline_cache(provider, cfg.use_cached)
+    return provider, lookup.check_feature_lengths(provider, cfg.task_feature_lengths, feature_converter_cls)
 
 
 def _spec(cfg: Any, converter: Any, lengths: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -180,14 +186,7 @@ def make_feed(
       saved_position: of the checkpoint to resume from. It is checked, and its seed is adopted where
         `cfg.seed` is None.
     """
-    if cfg.feed not in FEEDS:
-        raise ConfigError(
-            f"DatasetConfig.feed = {cfg.feed!r}: choose one of {', '.join(FEEDS)}.{did_you_mean(str(cfg.feed), FEEDS)}"
-        )
-    provider = lookup.get_mixture_or_task(cfg.mixture_or_task_name, cfg.module)
-    lookup.check_split(provider, cfg.split)
-    lengths = lookup.check_feature_lengths(provider, cfg.task_feature_lengths, feature_converter_cls)
-    lookup.check_offline_cache(provider, cfg.use_cached)
+    provider, lengths = _checked(cfg, feature_converter_cls)
     converter = feature_converter_cls(pack=cfg.pack)
     spec = _spec(cfg, converter, lengths)
     kind = cfg.feed

@@ -123,8 +123,11 @@ chunks_for_span_corruption.bounds_lengths = True
 
 def _random_composition(total: tf.Tensor, parts: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     """`parts` positive integers that sum to `total`, all compositions equally likely."""
-    cuts = seqio.utils.stateless_shuffle(tf.range(1, total), seed)[: parts - 1]
-    edges = tf.concat([[0], tf.sort(cuts), [total]], 0)
+    # The places of the parts − 1 largest of total − 1 random numbers (64 bits: no two are equal).
+    numbers = tf.random.stateless_uniform([total - 1], seed, minval=None, maxval=None, dtype=tf.int64)
+    least = tf.concat([[tf.int64.max], tf.math.top_k(numbers, parts - 1).values], 0)[-1]
+    cuts = tf.cast(tf.reshape(tf.where(numbers >= least), [-1]), tf.int32) + 1
+    edges = tf.concat([[0], cuts, [total]], 0)
     return edges[1:] - edges[:-1]
 
 

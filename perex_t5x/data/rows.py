@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from perex_t5x.data import packing
+from perex_t5x.data import packing, sizes
 from perex_t5x.errors import ConfigError
 
 # Stochastic preprocessing is drawn once for the whole copy; a constant makes the copy, and so its
@@ -134,7 +134,7 @@ def read_rows(
         ) from e
 
 
-def _vocabulary_key(vocabulary: Any) -> list:
+def vocabulary_key(vocabulary: Any) -> list:
     key = [type(vocabulary).__name__, vocabulary.vocab_size, vocabulary.extra_ids]
     model = getattr(vocabulary, "sentencepiece_model_file", None)
     if model:
@@ -153,11 +153,11 @@ def _source_key(task: Any, split: str, use_cached: bool) -> list:
         return sorted([f, tf.io.gfile.stat(f).length] for f in files)
     if hasattr(task.source, "digest"):
         return [task.source.digest(split)]
-    key: list = [repr(task.source)]
-    for shard in task.source.list_shards(split):
-        exists = tf.io.gfile.exists(shard)
-        key.append([shard, tf.io.gfile.stat(shard).length if exists else None])
-    return key
+    shards = list(task.source.list_shards(split))
+    if tfds_bytes := sizes.tfds_split_bytes(task.source, split):
+        return [task.source.tfds_dataset.name, tfds_bytes, shards]
+    lengths = [tf.io.gfile.stat(f).length if tf.io.gfile.exists(f) else None for f in shards]
+    return [repr(task.source), shards, lengths]
 
 
 def _preprocessor_key(fn: Any) -> str:
@@ -181,7 +181,7 @@ def copy_key(task: Any, converter: Any, split: str, lengths: Mapping[str, int], 
         "trim": cfg.trim_output_features,
         "preprocessors": [_preprocessor_key(p) for p in task.preprocessors],
         "vocabularies": {
-            name: _vocabulary_key(f.vocabulary)
+            name: vocabulary_key(f.vocabulary)
             for name, f in sorted(task.output_features.items())
             if hasattr(f, "vocabulary")
         },

@@ -16,6 +16,7 @@ import numpy as np
 
 from perex_t5x.data import placement
 from perex_t5x.data.feed import EndOfData, Feed
+from perex_t5x.data.rows import vocabulary_key
 from perex_t5x.errors import ConfigError
 
 # Batches kept after they were handed out. A checkpoint is taken at the step that the training loop
@@ -82,6 +83,7 @@ class StreamingFeed(Feed):
         self._ahead: collections.deque[dict] = collections.deque()
         key = [provider.name, cfg.split, sorted(self._lengths.items()), converter.pack]
         key.append(type(converter).__name__)
+        key += [[n, vocabulary_key(f.vocabulary)] for n, f in sorted(provider.output_features.items())]
         self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         self.description = (
             f"{provider.name}/{cfg.split}: streamed, batches of {self.batch_size}, seed {seed}, "
@@ -239,8 +241,6 @@ class StreamingFeed(Feed):
         with self._lock:
             self._restore_from = directory
             self._iterator = None  # built with the next batch, when its sharding is known
-
-    restore_state = restore
 
     def _read_state(self, directory: str) -> None:
         import tensorflow as tf

@@ -56,7 +56,7 @@ class BaseTransformerModel(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def FEATURE_CONVERTER_CLS(cls) -> type:
+    def FEATURE_CONVERTER_CLS(cls) -> type:  # noqa: N802 (T5X's name)
         """SeqIO's feature converter class; imported when asked for, since SeqIO loads TensorFlow."""
 
     @property

@@ -46,7 +46,7 @@ class DecoderOnlyModel(BaseTransformerModel):
         self.inputs_bidirectional_attention = inputs_bidirectional_attention
 
     @classmethod
-    def FEATURE_CONVERTER_CLS(cls) -> type:
+    def FEATURE_CONVERTER_CLS(cls) -> type:  # noqa: N802 (T5X's name)
         import seqio
 
         return seqio.DecoderFeatureConverter

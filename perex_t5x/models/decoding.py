@@ -4,6 +4,8 @@ All loops are `lax.while_loop`s that stop when every row has emitted EOS or used
 different lengths: each has its own position in the cache.
 """
 
+# Fields carry their shapes in their names.
+# ruff: noqa: N815
 from __future__ import annotations
 
 from collections.abc import Callable

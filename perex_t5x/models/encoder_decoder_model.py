@@ -43,7 +43,7 @@ class EncoderDecoderModel(BaseTransformerModel):
         self._output_vocabulary = output_vocabulary
 
     @classmethod
-    def FEATURE_CONVERTER_CLS(cls) -> type:
+    def FEATURE_CONVERTER_CLS(cls) -> type:  # noqa: N802 (T5X's name)
         import seqio
 
         return seqio.EncDecFeatureConverter

@@ -84,7 +84,7 @@ class Embed(nn.Module):
         )
 
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
-        x_BxTxD = self.embedding.at[tokens_BxT].get(mode="fill", fill_value=jnp.nan)
+        x_BxTxD = jnp.take(self.embedding, tokens_BxT, axis=0, mode="fill", fill_value=jnp.nan)
         return constrain(x_BxTxD.astype(self.config.compute_dtype), ("batch", "length", "embed"))
 
     def attend(self, x_BxTxD: jax.Array) -> jax.Array:

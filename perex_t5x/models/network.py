@@ -24,8 +24,8 @@ class DecoderWrapper(nn.Module):
     >>> import jax.numpy as jnp
     >>> config = T5Config(vocab_size=32, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=16, num_decoder_layers=1)
     >>> network, tokens_BxT = DecoderWrapper(config), jnp.ones((2, 5), jnp.int32)
-    >>> variables = network.init(jax.random.key(0), tokens_BxT)
-    >>> network.apply(variables, tokens_BxT).shape
+    >>> logits, variables = jax.eval_shape(network.init_with_output, jax.random.key(0), tokens_BxT)
+    >>> logits.shape
     (2, 5, 32)
     """
 
@@ -66,7 +66,8 @@ class Transformer(nn.Module):
     >>> config = T5Config(vocab_size=32, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=16,
     ...                   num_encoder_layers=1, num_decoder_layers=1)
     >>> network, inputs, targets = Transformer(config), jnp.ones((2, 7), jnp.int32), jnp.ones((2, 5), jnp.int32)
-    >>> network.apply(network.init(jax.random.key(0), inputs, targets), inputs, targets).shape
+    >>> logits, variables = jax.eval_shape(network.init_with_output, jax.random.key(0), inputs, targets)
+    >>> logits.shape
     (2, 5, 32)
     """
 

@@ -47,7 +47,8 @@ def restack(params: dict) -> dict:
     """Turns unrolled parameters (`layers_0`, ...) into scanned ones (`layers`, leading axis of layers).
 
     >>> import numpy as np
-    >>> restack({"decoder": {"layers_0": {"w": np.zeros(3)}, "layers_1": {"w": np.ones(3)}}})["decoder"]["layers"]["w"].shape
+    >>> unrolled = {"decoder": {"layers_0": {"w": np.zeros(3)}, "layers_1": {"w": np.ones(3)}}}
+    >>> restack(unrolled)["decoder"]["layers"]["w"].shape
     (2, 3)
     """
     result, layers = {}, {}

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import seqio
 
-from perex_t5x.data import make_feed, placement, prefetch, stores, tasks
+from perex_t5x.data import make_feed, placement, stores, tasks
 from perex_t5x.data.feed import EndOfData, batch_spec
+from perex_t5x.data.prefetch import prefetch
 from perex_t5x.errors import ConfigError
 
 
@@ -169,6 +170,16 @@ def test_a_corpus_smaller_than_a_batch(config, converter):
     assert make_feed(large, converter).batch(0, None)["decoder_target_tokens"].any(axis=1).all()
     with pytest.raises(ConfigError, match="fewer than one batch"):
         make_feed(large, converter, repeat=False)
+
+
+def test_hosts_with_different_rows_are_refused(config, converter, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    gather = "jax.experimental.multihost_utils.process_allgather"
+    monkeypatch.setattr(gather, lambda x: np.stack([x, x]))
+    make_feed(config(), converter)
+    monkeypatch.setattr(gather, lambda x: np.stack([x, x + np.uint8(1)]))
+    with pytest.raises(ConfigError, match="hosts hold different examples of 'tiny_lm'"):
+        make_feed(config(), converter)
 
 
 @pytest.fixture(scope="module")

@@ -106,10 +106,9 @@ def test_no_examples(config, converter, nothing_task):
         stream.batch(0, None)
 
 
-def test_bad_feed_name(config, converter):
-    cfg = config()
-    object.__setattr__(cfg, "feed", "streamin")
-    assert "Did you mean 'streaming'?" in message(cfg, converter)
+def test_bad_feed_name(config):
+    with pytest.raises(ConfigError, match=r"Did you mean 'streaming'\?"):
+        config(feed="streamin")
 
 
 def test_module_that_cannot_be_imported(config, converter):
@@ -140,3 +139,20 @@ def test_values_that_the_copy_cannot_hold():
     dtype = np.dtype([("decoder_target_tokens", np.uint8, (2,))])
     with pytest.raises(ConfigError, match="values from 3 to 300, outside its vocabulary"):
         rows.to_records({"decoder_target_tokens": np.array([[3, 300]])}, dtype, "wrong_lm")
+
+
+def test_examples_that_may_not_be_trimmed(config, converter):
+    seqio.TaskRegistry.add(
+        "long_lm",
+        source=seqio.FunctionDataSource(long_text, splits=["train"]),
+        output_features={"targets": seqio.Feature(seqio.ByteVocabulary())},
+        preprocessors=[seqio.preprocessors.tokenize],
+    )
+    cfg = config(mixture_or_task_name="long_lm", feed="cached", batch_size=1)
+    assert make_feed(cfg, converter).num_examples == 2
+    text = message(dataclasses.replace(cfg, trim_output_features=False), converter)
+    assert "'long_lm'" in text and "trim_output_features = True" in text
+
+
+def long_text(split, shuffle_files, seed=None):
+    return tf.data.Dataset.from_tensor_slices({"targets": ["a" * 100, "b"]})

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from perex_t5x.data import make_feed, prefetch, streaming
+from perex_t5x.data import make_feed, streaming
+from perex_t5x.data.prefetch import prefetch
 from perex_t5x.errors import ConfigError
 
 

@@ -2,10 +2,10 @@
 
 import os
 
-import gin
 import jax
 import pytest
 
+import gin
 from perex_t5x import models
 
 GIN = os.path.join(os.path.dirname(__file__), "..", "..", "gin")
@@ -13,21 +13,15 @@ GIN = os.path.join(os.path.dirname(__file__), "..", "..", "gin")
 MILLIONS = {"tiny": 0.427, "150m": 149.4, "1_2b": 1224.8, "t5_1_1_small": 77.0, "t5_1_1_base": 247.6}
 
 
+@gin.configurable(module="model_gin_test")
+def take(model):
+    return model
+
+
 def load(name, *bindings):
-    @gin.configurable(module="test")
-    def take(model):
-        return model
-
     gin.add_config_file_search_path(GIN)
-    gin.parse_config_files_and_bindings([f"models/{name}.gin"], [*bindings, "test.take.model = %MODEL"])
+    gin.parse_config_files_and_bindings([f"models/{name}.gin"], [*bindings, "model_gin_test.take.model = %MODEL"])
     return take()
-
-
-@pytest.fixture(autouse=True)
-def _registered_once():
-    yield
-    gin.config._REGISTRY._selector_map.pop("test.take", None)
-    gin.config._REGISTRY._selector_tree.get("take", {}).pop("test", None)
 
 
 @pytest.mark.parametrize("name", MILLIONS)

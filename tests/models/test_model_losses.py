@@ -2,10 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_support import close, decoder_only
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.models import losses
-from model_support import close, decoder_only
 
 
 def reference(logits, targets, z_loss, smoothing):
@@ -20,7 +20,8 @@ def reference(logits, targets, z_loss, smoothing):
 
 
 @pytest.mark.parametrize("z_loss, smoothing", [(0.0, 0.0), (1e-2, 0.0), (0.0, 0.1), (1e-2, 0.2)])
-def test_cross_entropy(z_loss, smoothing, draw=np.random.default_rng(0)):
+def test_cross_entropy(z_loss, smoothing):
+    draw = np.random.default_rng(0)
     logits = jnp.asarray(3 * draw.normal(size=(2, 5, 7)), jnp.float32)
     targets = jnp.asarray(draw.integers(0, 7, (2, 5)))
     actual = losses.cross_entropy(logits, targets, z_loss, smoothing)
@@ -32,7 +33,8 @@ def test_cross_entropy(z_loss, smoothing, draw=np.random.default_rng(0)):
     close(actual.log_likelihood, jnp.take_along_axis(expected, targets[..., None], -1)[..., 0])
 
 
-def test_cross_entropy_gradient_is_softmax_minus_target(draw=np.random.default_rng(0)):
+def test_cross_entropy_gradient_is_softmax_minus_target():
+    draw = np.random.default_rng(0)
     logits = jnp.asarray(draw.normal(size=(1, 3, 5)), jnp.float32)
     targets = jnp.array([[0, 4, 2]])
     grad = jax.grad(lambda x: losses.cross_entropy(x, targets).loss.sum())(logits)

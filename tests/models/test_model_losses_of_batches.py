@@ -78,7 +78,7 @@ def test_initial_variables_are_abstract_if_asked_and_name_a_missing_feature():
     abstract = jax.eval_shape(lambda key: model.get_initial_variables(key, shapes), jax.random.key(0))
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(abstract))
     del shapes["encoder_input_tokens"]
-    with pytest.raises(ConfigError, match="no 'encoder_input_tokens'.*EncDecFeatureConverter"):
+    with pytest.raises(ConfigError, match=r"no 'encoder_input_tokens'.*EncDecFeatureConverter"):
         model.get_initial_variables(jax.random.key(0), shapes)
 
 

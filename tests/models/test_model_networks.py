@@ -15,6 +15,7 @@ from model_support import (
     close,
     decoder_only,
     encoder_decoder,
+    jit,
     logits,
     loss_and_grads,
     params,
@@ -71,6 +72,27 @@ def test_encoder_decoder_parameter_names():
     scanned = axes(boxed_params(encoder_decoder(scan_layers=True, **TWO_LAYERS), features))
     assert scanned["decoder/layers/mlp/wo/kernel"] == (("layers", "mlp", "embed"), (2, 24, 16))
     assert scanned["encoder/layers/pre_mlp_layer_norm/scale"] == (("layers", "embed"), (2, 16))
+
+
+@pytest.mark.parametrize("kind, smaller_queries", [("decoder_only", 1), ("encoder_decoder", 8**-0.5)])
+def test_initial_values(kind, smaller_queries):
+    features = batch(kind)
+    model = MAKE[kind](scan_layers=True, emb_dim=64, num_heads=8, vocab_size=64, **TWO_LAYERS)
+    shapes = {name: x.shape for name, x in features.items()}
+    p = nn.unbox(jit(lambda key: model.get_initial_variables(key, shapes))(jax.random.key(0))["params"])
+    layers = p["decoder"]["layers"]
+    deviations = {
+        "embedding": (p["token_embedder"]["embedding"], 1.0),
+        "query": (layers["self_attention"]["query"]["kernel"], smaller_queries / 8),
+        "key": (layers["self_attention"]["key"]["kernel"], 1 / 8),
+        "wo": (layers["mlp"]["wo"]["kernel"], 24**-0.5),
+        "logits": (p["decoder"]["logits_dense"]["kernel"], 1 / 8),
+    }
+    for name, (value, expected) in deviations.items():
+        assert float(np.std(value)) == pytest.approx(expected, rel=0.1), name
+    assert (np.asarray(layers["pre_mlp_layer_norm"]["scale"]) == 1).all()
+    key = np.asarray(layers["self_attention"]["key"]["kernel"])
+    assert (key[0] != key[1]).any(), "scanned layers start differently"
 
 
 def test_tied_output_has_no_projection_and_learns_through_the_embedding():
@@ -196,7 +218,7 @@ def test_bfloat16_computes_near_float32_with_float32_logits_and_parameters(kind)
     features = batch(kind)
     p = params(MAKE[kind](), features)
     model = MAKE[kind](dtype="bfloat16")
-    assert {x.dtype for x in jax.tree.leaves(params(model, features))} == {jnp.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(boxed_params(model, features))} == {jnp.dtype("float32")}
     computed = logits(model, p, features)
     assert computed.dtype == jnp.float32
     close(computed, logits(MAKE[kind](), p, features), atol=0.15)

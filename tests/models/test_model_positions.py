@@ -7,7 +7,8 @@ from model_support import config
 from perex_t5x.models import positions
 
 
-def test_rotary_is_a_rotation_of_pairs(rng=np.random.default_rng(0)):
+def test_rotary_is_a_rotation_of_pairs():
+    rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 5, 3, 8)).astype(np.float32)
     at = np.array([[0, 1, 2, 3, 4], [7, 8, 0, 1, 30]])
     expected = np.empty_like(x)
@@ -20,7 +21,8 @@ def test_rotary_is_a_rotation_of_pairs(rng=np.random.default_rng(0)):
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
-def test_rotary_products_depend_on_the_difference_only(rng=np.random.default_rng(0)):
+def test_rotary_products_depend_on_the_difference_only():
+    rng = np.random.default_rng(0)
     q, k = (jnp.asarray(rng.normal(size=(1, 1, 1, 16)), jnp.float32) for _ in range(2))
 
     def product(at_q, at_k):

@@ -1,0 +1,309 @@
+"""Whole runs: outputs, exact resume, starting from other checkpoints, and what goes wrong."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from perex_t5x import checkpoints, loop
+from perex_t5x.errors import ConfigError, TrainingError
+from tests import tiny
+
+EVERY_STEP = "train_script.train.stats_period = 1"
+SAVE_AT = "utils.SaveCheckpointConfig.period = {}"
+
+
+def assert_same_state(a, b):
+    """Bit for bit, every leaf: parameters, optimizer state, step, RNG."""
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(a)]
+    for path, x, y in zip(paths, jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=path)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """Eight steps without a stop, with dropout and an evaluation."""
+    model_dir = tmp_path_factory.mktemp("whole")
+    step, state = tiny.train(
+        model_dir, "TRAIN_STEPS = 8", EVERY_STEP, SAVE_AT.format(4), "DROPOUT_RATE = 0.1", "EVAL_PERIOD = 4"
+    )
+    assert step == 8
+    return model_dir, state
+
+
+def rows(model_dir, name):
+    with open(os.path.join(model_dir, "metrics.jsonl"), encoding="utf-8") as f:
+        return [row for row in map(json.loads, f) if row["name"] == name]
+
+
+def test_outputs(whole_run):
+    model_dir, _ = whole_run
+    assert {"config.gin", "model-info.txt", "metrics.jsonl", "checkpoint_4", "checkpoint_8", "train", "training_eval"} <= set(
+        os.listdir(model_dir)
+    )
+    assert os.listdir(model_dir / "training_eval") == [tiny.TASK]
+    names = {
+        "accuracy", "loss", "cross_ent_loss", "z_loss", "loss_per_nonpadding_target_token", "learning_rate/current",
+        "timing/seconds", "timing/seqs_per_second", "timing/steps_per_second", "timing/target_tokens_per_second",
+    }  # fmt: skip
+    assert names <= set(rows(model_dir, "train")[-1])
+    assert {"timing/compilation_seconds", "timing/init_or_restore_seconds"} <= set(rows(model_dir, "train")[0])
+    assert [row["step"] for row in rows(model_dir, f"training_eval/{tiny.TASK}")] == [4, 8]
+    info = (model_dir / "model-info.txt").read_text()
+    assert "decoder/layers_0/mlp/wi_0/kernel" in info and "('embed', 'mlp')" in info and "parameters;" in info
+    assert "TRAIN_STEPS = 8" in (model_dir / "config.gin").read_text()
+
+
+def test_rate_in_the_log_is_the_schedule_of_the_step(whole_run):
+    model_dir, _ = whole_run
+    logged = [row["learning_rate/current"] for row in rows(model_dir, "train")[1:]]
+    # Step n is made with the rate of step n - 1: a warm-up of 5 from 0 to 0.001, then rsqrt.
+    expected = [0.001 * min(1, t / 5) * np.sqrt(5 / max(t, 5)) for t in range(8)]
+    np.testing.assert_allclose(logged, expected, rtol=1e-5, atol=1e-9)
+
+
+def test_stopped_and_resumed_equals_never_stopped(whole_run, tmp_path):
+    model_dir, state = whole_run
+    bindings = (EVERY_STEP, SAVE_AT.format(4), "DROPOUT_RATE = 0.1", "EVAL_PERIOD = 4")
+    tiny.train(tmp_path, "TRAIN_STEPS = 5", *bindings)  # saves at 4 and at 5
+    step, resumed = tiny.train(tmp_path, "TRAIN_STEPS = 8", *bindings)
+    assert step == 8
+    assert_same_state(state, resumed)
+    assert tiny.losses(tmp_path) == tiny.losses(model_dir)
+    kept = (tmp_path / "config.1.gin").read_text()
+    assert "TRAIN_STEPS = 5" in kept  # what the run was started with is not lost
+
+
+def test_resuming_a_streaming_feed_is_exact(tmp_path):
+    bindings = (EVERY_STEP, "train/utils.DatasetConfig.feed = 'streaming'", "train_script.train.train_eval_dataset_cfg = None")
+    _, whole = tiny.train(tmp_path / "whole", "TRAIN_STEPS = 6", *bindings)
+    tiny.train(tmp_path / "parts", "TRAIN_STEPS = 3", *bindings)
+    _, resumed = tiny.train(tmp_path / "parts", "TRAIN_STEPS = 6", *bindings)
+    assert tiny.losses(tmp_path / "whole") == tiny.losses(tmp_path / "parts")
+    assert_same_state(whole, resumed)
+
+
+def test_already_trained(whole_run, capfd):
+    model_dir, state = whole_run
+    step, again = tiny.train(model_dir, "TRAIN_STEPS = 8", "DROPOUT_RATE = 0.1")
+    assert step == 8
+    assert_same_state(state, again)
+
+
+def test_other_data_is_refused_when_resuming(whole_run):
+    model_dir, _ = whole_run
+    with pytest.raises(ConfigError, match="BATCH_SIZE.*saved 16, now 32"):
+        tiny.train(model_dir, "TRAIN_STEPS = 9", "BATCH_SIZE = 32")
+
+
+def finetune(model_dir, source, *bindings):
+    return tiny.train(
+        model_dir,
+        f"INITIAL_CHECKPOINT_PATH = '{source}'",
+        "TRAIN_STEPS = 9",
+        EVERY_STEP,
+        *bindings,
+        files=("models/tiny.gin", "runs/finetune.gin"),
+    )
+
+
+def test_finetuning_starts_at_the_checkpoint(whole_run, tmp_path):
+    model_dir, _ = whole_run
+    step, state = finetune(tmp_path, model_dir / "checkpoint_8")
+    assert step == 9
+    assert list(tiny.losses(tmp_path)) == [9]
+    # The newest checkpoint of the run's own folder comes before INITIAL_CHECKPOINT_PATH.
+    step, state = finetune(tmp_path, model_dir / "checkpoint_4", "TRAIN_STEPS = 10")
+    assert step == 10 and list(tiny.losses(tmp_path)) == [9, 10]
+
+
+def test_relative_steps(whole_run, tmp_path):
+    model_dir, _ = whole_run
+    step, _ = finetune(tmp_path, model_dir / "checkpoint_8", "TRAIN_STEPS_RELATIVE = 2")
+    assert step == 10
+
+
+def test_switching_the_optimizer(whole_run, tmp_path):
+    model_dir, before = whole_run
+    source = model_dir / "checkpoint_8"
+    hint = r"assignment_map = \[\('.\*param_states.\*', None\)\]"
+    with pytest.raises(ConfigError, match=f"does not have .* leaves.*{hint}"):
+        finetune(tmp_path / "a", source, "OPTIMIZER = @optax.amsgrad")
+    # Lion's state is a part of AdamW's by name; taking it over would be silent nonsense.
+    with pytest.raises(ConfigError, match=f"written by another optimizer.*/nu/.*{hint}"):
+        finetune(tmp_path / "a", source, "OPTIMIZER = @optax.lion")
+    other = ("OPTIMIZER = @optax.sgd", "optax.sgd.momentum = 0.9", "BASE_LEARNING_RATE = 0.0")
+    skip = "utils.RestoreCheckpointConfig.assignment_map = [('.*param_states.*', None)]"
+    step, state = finetune(tmp_path / "b", source, *other, skip)
+    assert step == 9
+    for x, y in zip(jax.tree.leaves(before.params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_array_equal(x, y)  # at rate 0 the restored parameters stay
+
+
+def test_fallback_to_scratch_initialises_what_is_missing(whole_run, tmp_path):
+    model_dir, _ = whole_run
+    more = "models.T5Config.num_decoder_layers = 3"
+    with pytest.raises(ConfigError, match="does not have.*layers_2"):
+        finetune(tmp_path / "a", model_dir / "checkpoint_8", more)
+    step, state = finetune(
+        tmp_path / "b", model_dir / "checkpoint_8", more, "utils.RestoreCheckpointConfig.fallback_to_scratch = True"
+    )
+    assert step == 9 and "layers_2" in state.params["decoder"]
+
+
+def test_other_shapes_are_named(whole_run, tmp_path):
+    model_dir, _ = whole_run
+    message = r"other shapes.*mlp/wi_0/kernel: checkpoint \(32, 64\), this run \(32, 128\)"
+    with pytest.raises(ConfigError, match=message):
+        finetune(tmp_path, model_dir / "checkpoint_8", "models.T5Config.mlp_dim = 128")
+
+
+@pytest.mark.parametrize(
+    "path,message",
+    [("nowhere", "nothing at this path"), ("", "not a checkpoint. It holds checkpoint_4, checkpoint_8")],
+)
+def test_bad_initial_checkpoint(whole_run, tmp_path, path, message):
+    model_dir, _ = whole_run
+    with pytest.raises(ConfigError, match=message):
+        finetune(tmp_path, model_dir / path)
+
+
+def test_keep_only_the_newest(tmp_path):
+    tiny.train(tmp_path, "TRAIN_STEPS = 4", SAVE_AT.format(1), "utils.SaveCheckpointConfig.keep = 2")
+    assert sorted(n for n in os.listdir(tmp_path) if n.startswith("checkpoint")) == ["checkpoint_3", "checkpoint_4"]
+
+
+def test_a_half_written_checkpoint_does_not_count(whole_run, tmp_path):
+    model_dir, _ = whole_run
+    os.makedirs(tmp_path / "checkpoint_7.orbax-checkpoint-tmp" / "state")
+    assert checkpoints.newest(str(tmp_path)) is None
+    assert checkpoints.newest(str(model_dir)) == str(model_dir / "checkpoint_8")
+
+
+def test_non_finite_loss_stops_before_saving(tmp_path):
+    with pytest.raises(TrainingError, match="the loss of step .* is (nan|inf).*learning"):
+        tiny.train(
+            tmp_path, "TRAIN_STEPS = 20", SAVE_AT.format(1), "BASE_LEARNING_RATE = 1e30", "WARMUP_STEPS = 1", "OPTIMIZER = @optax.sgd"
+        )
+    for name in os.listdir(tmp_path):
+        if name.startswith("checkpoint_"):
+            assert np.isfinite(tiny.losses(tmp_path).get(int(name.split("_")[1]), 0.0))
+
+
+def test_interrupt_saves_and_resumes(tmp_path):
+    """Ctrl-C in the middle: a checkpoint of that step, a message that names it, and an exact continuation."""
+    timer = threading.Thread(target=_interrupt_after_step, args=(tmp_path, 3), daemon=True)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt, match="Stopped at step .*The same command resumes"):
+        tiny.train(tmp_path, "TRAIN_STEPS = 100000", EVERY_STEP)
+    stopped = checkpoints.step_of(checkpoints.newest(str(tmp_path)))
+    assert 3 <= stopped < 100000
+    step, _ = tiny.train(tmp_path, f"TRAIN_STEPS = {stopped + 1}", EVERY_STEP)
+    assert step == stopped + 1 and list(tiny.losses(tmp_path)) == list(range(1, stopped + 2))
+
+
+def _interrupt_after_step(model_dir, step):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            if max(tiny.losses(model_dir), default=0) >= step:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+        except (OSError, ValueError):
+            pass
+        time.sleep(0.05)
+
+
+def test_full_disk_is_found_before_training(tmp_path, monkeypatch):
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    with pytest.raises(ConfigError, match="MODEL_DIR.* GB free, but one checkpoint"):
+        tiny.train(tmp_path, "TRAIN_STEPS = 1")
+
+
+def test_unwritable_model_dir(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="MODEL_DIR = .* cannot be written"):
+        tiny.train(tmp_path / "file" / "run", "TRAIN_STEPS = 1")
+
+
+def test_failed_write_says_what_is_safe(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints.ocp.CheckpointManager, "save", fail)
+    with pytest.raises(TrainingError, match="No space left on device.*Earlier checkpoints are whole"):
+        tiny.train(tmp_path, "TRAIN_STEPS = 1")
+
+
+@pytest.mark.parametrize(
+    "bindings,message",
+    [
+        (["TRAIN_STEPS = 0"], r"train.total_steps = 0 .macro TRAIN_STEPS.: must be a positive whole number"),
+        (["TRAIN_STEPS = 1", "EVAL_PERIOD = 0"], "train.eval_period = 0"),
+        (["TRAIN_STEPS = 1", "BATCH_SIZE = 12"], "DatasetConfig.batch_size = 12 .*8 data shards"),
+        (["TRAIN_STEPS = 1", "trainer.Trainer.num_microbatches = 3"], "num_microbatches = 3"),
+        (
+            ["TRAIN_STEPS = 1", "partitioning.PjitPartitioner.num_partitions = 8"],
+            "num_heads = 4 of the model is not divisible by 8",
+        ),
+        (["TRAIN_STEPS = 1", "MIXTURE_OR_TASK_NAME = 'tiny_ml'"], "Did you mean 'tiny_lm'"),
+        (["TRAIN_STEPS = 1", "TASK_FEATURE_LENGTHS = {'target': 16}"], "targets"),
+        (
+            ["TRAIN_STEPS = 1", "MIXTURE_OR_TASK_NAME = 'python_stdlib_lm'", "USE_CACHED_TASKS = True"],
+            "USE_CACHED_TASKS",
+        ),
+        (["TRAIN_STEPS = 1", "train/utils.DatasetConfig.split = 'trian'"], "train"),
+    ],
+)
+def test_bad_configuration_fails_before_the_first_compile(tmp_path, monkeypatch, bindings, message):
+    from perex_t5x.trainer import Trainer
+
+    monkeypatch.setattr(Trainer, "compiled_step", lambda *a: pytest.fail("compiled before the check"))
+    with pytest.raises(ConfigError, match=message):
+        tiny.train(tmp_path, *bindings)
+
+
+def test_profile_writes_a_trace(tmp_path):
+    tiny.train(tmp_path, "TRAIN_STEPS = 4", "train_script.train.profile_steps = (2, 3)")
+    traces = [f for _, _, files in os.walk(tmp_path / "profile") for f in files]
+    assert any(f.endswith(".xplane.pb") for f in traces)
+
+
+def test_loop_reads_metrics_one_step_late():
+    """Step t is dispatched before the metrics of t - 1 are read."""
+    events = []
+
+    class Metrics(dict):
+        pass
+
+    class FakeLoop(loop.Loop):
+        def __init__(self):
+            self._pending = None
+            self._last_step, self._profile_steps, self._progress_stream = 3, None, None
+            self._trainer = type("T", (), {"partitioner": type("P", (), {"data_sharding": None})})
+            self._feed = type("F", (), {"element_spec": {}, "batch": lambda self, step, sharding: {}})()
+            self._clock = loop._Stopwatch()
+            self._checkpointer = type("C", (), {"wait": lambda self: None})()
+            self._step_fn = self.dispatch
+
+        def dispatch(self, state, batch):
+            events.append(f"dispatch {state.step + 1}")
+            return type("S", (), {"step": state.step + 1})(), {}
+
+        def _read_pending(self):
+            if self._pending:
+                events.append(f"read {self._pending[0]}")
+                self._pending = None
+
+        def _after_step(self, step, state, stopping):
+            pass
+
+    FakeLoop()(type("S", (), {"step": 0})())
+    assert events == ["dispatch 1", "dispatch 2", "read 1", "dispatch 3", "read 2"]
