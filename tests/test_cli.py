@@ -1,0 +1,65 @@
+"""The commands as a user types them: another directory, slips, exit codes, no TensorFlow for --help."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+ENV = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+
+
+def run(*arguments, cwd="/"):
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=cwd, env=ENV, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "infer", "bench"])
+def test_help_does_not_load_tensorflow(command, tmp_path):
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['{command}', '--help']\n"
+        "try:\n"
+        f"    runpy.run_module('perex_t5x.{command}', run_name='__main__')\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "print('TENSORFLOW' if 'tensorflow' in sys.modules else 'LEAN')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "LEAN", result.stderr
+    assert "--gin_file" in result.stdout
+
+
+def test_dry_run_from_another_directory_with_a_ported_file(tmp_path):
+    """`import __main__ as train_script`, as T5X's files say, names the same function."""
+    (tmp_path / "ported.gin").write_text(
+        "from __gin__ import dynamic_registration\n"
+        "import __main__ as train_script\n"
+        "include 'runs/quickstart.gin'\n"
+        "train_script.train.total_steps = 123\n"
+    )
+    result = run(
+        "perex_t5x.train", "--gin_file=ported.gin", f"--gin.MODEL_DIR={tmp_path}/run", "--dry_run", cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    assert "the configuration is fine" in result.stdout and "cudart" not in result.stderr
+    assert "global batch 32 = 1 data shard(s) x 32" in result.stderr
+    assert not os.listdir(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ([], "no --gin_file given. For a first run"),
+        (["--gin_file=runs/quickstart.gin"], "required but not given: MODEL_DIR"),
+        (["--gin_file=runs/quickstart.gin", "--gin.MODEL_DIR=/proc/x"], "MODEL_DIR = '/proc/x' cannot be written"),
+        (["--gin_file=models/tiny.gin"], "they are for another command"),
+        (["--process_count=2"], "go together: give all three"),
+    ],
+)
+def test_a_slip_is_one_message_and_status_2(arguments, message):
+    result = run("perex_t5x.train", *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr and "In call to configurable" not in result.stderr

@@ -1,0 +1,162 @@
+"""Gin files found from anywhere; slips named with their place and the nearest known name; every shipped file works."""
+
+from pathlib import Path
+
+import gin
+import jax
+import pytest
+
+from perex_t5x import gin_utils, models, train, utils
+from perex_t5x.errors import ConfigError
+from tests import tiny
+
+SHIPPED = Path(gin_utils.shipped_gin_dir())
+FILES = ["models/tiny.gin", "runs/pretrain.gin"]
+REQUIRED = ["MODEL_DIR='x'", "TRAIN_STEPS=1", "MIXTURE_OR_TASK_NAME='python_stdlib_lm'", "TASK_FEATURE_LENGTHS={'targets':8}"]
+
+
+def parse(*bindings, files=FILES, paths=()):
+    gin_utils.parse_gin_flags(list(paths), list(files), [*REQUIRED, *bindings])
+
+
+@pytest.mark.parametrize(
+    "binding,message",
+    [
+        ("TRAIN_STEP=5", "--gin.TRAIN_STEP: no gin file defines or uses.*Did you mean 'TRAIN_STEPS'.*Known macros: .*MODEL_DIR"),
+        ("train/utils.DatasetConfig.packk=True", "no|n't have a parameter named 'packk'[^$]*--gin.train/utils[^$]*Did you mean 'pack'"),
+        ("train/DatasetConfig.batch_sise=2", "parameter named 'batch_sise'[^$]*Did you mean 'batch_size'[^$]*It has: mixture_or_task_name"),
+        ("utils.DatasetConfg.pack=True", "has no attribute DatasetConfg[^$]*Did you mean 'DatasetConfig'"),
+        ("utilz.DatasetConfig.pack=True", "No configurable matching 'utilz.DatasetConfig'"),
+        ("train_script.train.total_step=1", "parameter named 'total_step'[^$]*Did you mean 'total_steps'"),
+        ("MODEL=%MODLE", "--gin.MODEL = %MODLE.*the macro %MODLE is used but nowhere defined. Did you mean 'MODEL'"),
+        ("TRAIN_STEPS=(1, 2", "is not a value gin can read"),
+        ("TRAIN_STEPS", "has no value: write --gin.NAME=VALUE"),
+    ],
+)
+def test_slips_on_the_command_line(binding, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(binding)
+
+
+def test_required_macros_are_listed_together():
+    with pytest.raises(ConfigError, match="required but not given: MODEL_DIR, .*TRAIN_STEPS.*--gin.MODEL_DIR=..."):
+        gin_utils.parse_gin_flags([], FILES, [])
+
+
+def test_missing_file_says_where_it_looked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as e:
+        gin_utils.parse_gin_flags(["/somewhere"], ["runs/pretran.gin"], [])
+    text = str(e.value)
+    assert "Did you mean 'runs/pretrain.gin'" in text
+    for place in (tmp_path, "/somewhere", SHIPPED):
+        assert f"{place}/runs/pretran.gin" in text
+
+
+def test_slips_in_a_file_carry_file_and_line(tmp_path):
+    path = tmp_path / "mine.gin"
+    path.write_text("from __gin__ import dynamic_registration\nfrom perex_t5x import utils\nutils.DatasetConfig.pakc = True\n")
+    with pytest.raises(ConfigError, match=r"mine.gin.*line 3[^$]*Did you mean 'pack'"):
+        parse(files=[*FILES, str(path)])
+    path.write_text("A = %B\n")
+    with pytest.raises(ConfigError, match="mine.gin, line 1: the macro %B is used but nowhere defined"):
+        parse(files=[*FILES, str(path)])
+    path.write_text("A = = 1\n")
+    with pytest.raises(ConfigError, match="mine.gin, line 1"):
+        parse(files=[*FILES, str(path)])
+    path.write_text("include 'other.gin'\n")
+    with pytest.raises(ConfigError, match="mine.gin, line 1: gin file 'other.gin' not found"):
+        parse(files=[*FILES, str(path)])
+
+
+def test_includes_beside_the_file_and_from_another_directory(tmp_path, monkeypatch):
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "mine.gin").write_text("include 'sizes.gin'\ninclude 'runs/pretrain.gin'\n")
+    (folder / "sizes.gin").write_text("include 'models/tiny.gin'\nEVAL_STEPS = 3\n")
+    monkeypatch.chdir("/")
+    parse(files=[str(folder / "mine.gin")])
+    # Later wins: pretrain.gin, included last, sets it to 20.
+    assert gin.query_parameter("EVAL_STEPS/gin.macro.value") == 20
+
+
+def test_bindings_by_alias_by_suffix_and_bare_strings(tmp_path):
+    parse("train_script.train.eval_period=7", "DatasetConfig.memory_limit_bytes=5", f"MODEL_DIR={tmp_path}/a-b_1")
+    assert gin.query_parameter("perex_t5x.train.train.eval_period" if False else "train.eval_period") == 7
+    assert gin.query_parameter("DatasetConfig.memory_limit_bytes") == 5
+    assert gin.query_parameter("MODEL_DIR/gin.macro.value") == f"{tmp_path}/a-b_1"
+
+
+def test_later_files_win_and_scopes_hold():
+    parse("train/utils.DatasetConfig.batch_size=4", "train_eval/utils.DatasetConfig.batch_size=6")
+    make = gin.get_configurable(utils.DatasetConfig)
+    with gin.config_scope("train"):
+        assert make().batch_size == 4
+    with gin.config_scope("train_eval"):
+        assert make().batch_size == 6
+
+
+def test_a_ported_file_may_say_main_and_rewrite_args():
+    args = gin_utils.rewrite_gin_args(["x", "--gin.A.b='c = d'", "-gin.N=1", "--gin_file=f"])
+    assert args == ["x", "--gin_bindings=A.b = 'c = d'", "--gin_bindings=N = 1", "--gin_file=f"]
+    with pytest.raises(ConfigError, match="with an equals sign"):
+        gin_utils.rewrite_gin_args(["x", "--gin.A"])
+
+
+def test_written_configuration_can_be_read_again(tmp_path):
+    parse("train/utils.DatasetConfig.batch_size=4")
+    gin_utils.summarize_gin_config(str(tmp_path))
+    text = (tmp_path / "config.gin").read_text()
+    gin.config._CONFIG_IS_LOCKED = False
+    gin.clear_config(clear_constants=False)
+    gin_utils.parse_gin_flags([], [str(tmp_path / "config.gin")], [])
+    with gin.config_scope("train"):
+        assert gin.get_configurable(utils.DatasetConfig)().batch_size == 4
+    gin_utils.summarize_gin_config(str(tmp_path))
+    assert (tmp_path / "config.gin").read_text() == text and not (tmp_path / "config.1.gin").exists()
+
+
+ALL_FILES = sorted(str(p.relative_to(SHIPPED)) for p in SHIPPED.rglob("*.gin"))
+# What a file needs beside itself to be a whole configuration.
+MODEL_FOR_RUN = {"runs/quickstart.gin": []}
+VALUES = {
+    "MODEL_DIR": "'x'", "TRAIN_STEPS": "1", "MIXTURE_OR_TASK_NAME": "'python_stdlib_lm'",
+    "TASK_FEATURE_LENGTHS": "{'targets': 8}", "INITIAL_CHECKPOINT_PATH": "'x'", "CHECKPOINT_PATH": "'x'",
+    "EVAL_OUTPUT_DIR": "'x'", "INFER_OUTPUT_DIR": "'x'",
+}  # fmt: skip
+
+
+def required_by(files):
+    try:
+        gin_utils.parse_gin_flags([], files, [], finalize_config=False)
+    except ConfigError as e:
+        names = str(e).split("required but not given: ")[1].split(".")[0].split(", ")
+        return [f"{name}={VALUES[name]}" for name in names]
+    finally:
+        gin.clear_config(clear_constants=False)
+    return []
+
+
+@pytest.mark.parametrize("name", ALL_FILES)
+def test_every_shipped_file_parses_and_its_model_initialises(name):
+    files = [name]
+    if name.startswith(("runs/", "meshes/")) and name not in MODEL_FOR_RUN:
+        files = ["models/tiny.gin", name]
+    elif name.startswith("optimizers/"):
+        files = ["models/tiny.gin", name]
+    gin_utils.parse_gin_flags([], files, required_by(files))
+    cls = models.EncoderDecoderModel if "t5" in name else models.DecoderOnlyModel
+    model = gin.get_configurable(cls)()
+    inputs = {feature: (2, 8) for feature in model.REQUIRED_FEATURES}
+    shapes = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), inputs))
+    assert len(jax.tree.leaves(shapes["params"])) > 5
+
+
+def test_gin_folder_is_no_package():
+    """An __init__.py here would shadow the gin library."""
+    assert not (SHIPPED / "__init__.py").exists()
+
+
+def test_train_is_found_under_gin():
+    tiny.configure("MODEL_DIR = 'x'", "TRAIN_STEPS = 1")
+    assert gin.get_configurable(train.train).__name__ == "train"

@@ -1,0 +1,82 @@
+"""The eval and infer commands' functions on a trained tiny run."""
+
+import json
+
+import gin
+import pytest
+
+from perex_t5x import eval as eval_script
+from perex_t5x import gin_utils, infer
+from perex_t5x.errors import ConfigError
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    model_dir = tmp_path_factory.mktemp("run")
+    tiny.train(model_dir, "TRAIN_STEPS = 4", "utils.SaveCheckpointConfig.period = 2")
+    return model_dir
+
+
+def configure(file, *bindings):
+    gin.config._CONFIG_IS_LOCKED = False
+    gin.clear_config(clear_constants=False)
+    sizes = [b for b in tiny.BINDINGS if b.startswith(("models.", "MIXTURE", "TASK_FEATURE"))]
+    gin_utils.parse_gin_flags([], ["models/tiny.gin", file], [*sizes, "BATCH_SIZE = 16", *bindings])
+
+
+def evaluate(run, output, *bindings):
+    configure("runs/eval.gin", f"CHECKPOINT_PATH = '{run}'", f"EVAL_OUTPUT_DIR = '{output}'", *bindings)
+    return gin.get_configurable(eval_script.evaluate)()
+
+
+def predict(run, output, *bindings):
+    configure("runs/infer.gin", f"CHECKPOINT_PATH = '{run}'", f"INFER_OUTPUT_DIR = '{output}'", *bindings)
+    (path,) = gin.get_configurable(infer.infer)()
+    return [json.loads(line) for line in open(path, encoding="utf-8")]
+
+
+def test_eval_scores_every_checkpoint_asked_for(run, tmp_path):
+    results = evaluate(run, tmp_path, "utils.RestoreCheckpointConfig.mode = 'all'")
+    assert sorted(results) == [2, 4]
+    scores = {step: next(iter(result.values())) for step, result in results.items()}
+    assert all(v < 0 for s in scores.values() for k, v in s.items() if "likelihood" in k)
+    rows = [json.loads(line) for line in open(tmp_path / "metrics.jsonl", encoding="utf-8")]
+    assert [row["step"] for row in rows] == [2, 4]
+    assert any(p.suffix == ".jsonl" and p.name != "metrics.jsonl" for p in tmp_path.rglob("*"))
+
+
+def test_scores_do_not_depend_on_the_batch_size(run, tmp_path):
+    a = predict(run, tmp_path / "a", "infer_script.infer.mode = 'score'")
+    b = predict(run, tmp_path / "b", "infer_script.infer.mode = 'score'", "BATCH_SIZE = 8", "NUM_EXAMPLES = 20")
+    assert len(b) == 20 and len(a) > 20
+    for x, y in zip(a, b, strict=False):
+        assert x["targets"] == y["targets"]
+        assert x["score"] == pytest.approx(y["score"], rel=1e-4)
+
+
+def test_predictions_by_each_method(run, tmp_path):
+    few = ("NUM_EXAMPLES = 3", "BATCH_SIZE = 8")
+    greedy = predict(run, tmp_path / "a", *few)
+    beam = predict(run, tmp_path / "b", *few, "DECODE_METHOD = 'beam'", "NUM_DECODES = 2", "infer_script.infer.mode = 'predict_with_aux'")
+    sample = predict(run, tmp_path / "c", *few, "DECODE_METHOD = 'temperature'", "TOP_K = 5")
+    again = predict(run, tmp_path / "d", *few, "DECODE_METHOD = 'temperature'", "TOP_K = 5")
+    assert [r["index"] for r in greedy] == [0, 1, 2] and isinstance(greedy[0]["prediction"], str)
+    assert all(r["score"] < 0 for r in beam)
+    assert sample == again
+
+
+@pytest.mark.parametrize(
+    "bindings,message",
+    [
+        (["infer_script.infer.mode = 'predcit'"], "infer.mode = 'predcit'.*Did you mean 'predict'"),
+        (["DECODE_METHOD = 'gredy'"], "Did you mean 'greedy'"),
+        (["CHECKPOINT_PATH = 'nowhere'"], "nothing at this path"),
+        (["BATCH_SIZE = 12"], "not divisible by the 8 data shards"),
+        (["MIXTURE_OR_TASK_SPLIT = 'test'"], "test"),
+        (["models.T5Config.emb_dim = 64"], r"other shapes.*checkpoint \(32"),
+    ],
+)
+def test_bad_input(run, tmp_path, bindings, message):
+    with pytest.raises(ConfigError, match=message):
+        predict(run, tmp_path, *bindings)

@@ -1,0 +1,66 @@
+"""Sums become T5X's metrics; the writer never loses a line or poisons one."""
+
+import json
+import math
+
+import pytest
+
+from perex_t5x.errors import TrainingError
+from perex_t5x.metrics import MetricsWriter, MetricSums, model_flops_utilization
+
+STEP = {"loss": 8.0, "z_loss": 2.0, "correct": 3.0, "weights": 4.0, "tokens": 4.0, "all_tokens": 8.0, "examples": 2.0}
+
+
+def test_summary_by_hand():
+    sums = MetricSums()
+    sums.add(STEP, objective=2.0)  # normalised by 4 tokens
+    sums.add({k: 2 * v for k, v in STEP.items()}, objective=2.0)
+    summary = sums.summary()
+    assert summary["accuracy"] == pytest.approx(9 / 12)
+    assert summary["loss"] == pytest.approx(2.0)
+    assert summary["cross_ent_loss"] == pytest.approx(1.5)
+    assert summary["z_loss"] == pytest.approx(0.5)
+    assert summary["loss_per_nonpadding_target_token"] == pytest.approx(24 / 12)
+    assert summary["nonpadding_fraction"] == pytest.approx(0.5)
+    timing = sums.timing(seconds=2.0, devices=4)
+    assert timing["timing/steps_per_second"] == 1.0
+    assert timing["timing/seqs_per_second"] == 3.0
+    assert timing["timing/target_tokens_per_second"] == 12.0
+    assert timing["timing/seqs_per_second_per_core"] == 0.75
+
+
+def test_no_steps_no_summary():
+    assert MetricSums().summary() == {}
+
+
+def test_utilisation_only_where_the_peak_is_known():
+    assert model_flops_utilization(1e12, 1.0, "cpu", 1) == {}
+    assert model_flops_utilization(275e12, 1.0, "TPU v4", 2)["timing/model_flops_utilization"] == pytest.approx(0.5)
+
+
+def test_writer_lines_and_forgetting(tmp_path):
+    writer = MetricsWriter(str(tmp_path))
+    for step in (1, 2, 3):
+        writer.write("train", step, {"loss": step / 2, "bad": math.nan})
+    with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as f:
+        f.write('{"step": 2, "na')  # killed while writing
+    writer.forget_after(2)
+    rows = [json.loads(line) for line in open(tmp_path / "metrics.jsonl", encoding="utf-8")]
+    assert [row["step"] for row in rows] == [1, 2] and rows[1]["loss"] == 1.0 and rows[1]["bad"] == "nan"
+    writer.close()
+    assert any("tfevents" in p.name for p in (tmp_path / "train").iterdir())
+
+
+def test_other_processes_write_nothing(tmp_path):
+    writer = MetricsWriter(str(tmp_path), enabled=False)
+    writer.write("train", 1, {"loss": 1.0})
+    writer.forget_after(0)
+    writer.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_unwritable_metrics_are_explained(tmp_path):
+    writer = MetricsWriter(str(tmp_path))
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(TrainingError, match="cannot write metrics to .*last checkpoint"):
+        writer.write("train", 1, {"loss": 1.0})
