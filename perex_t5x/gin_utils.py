@@ -14,6 +14,7 @@ import inspect
 import logging as python_logging
 import os
 import re
+import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +95,8 @@ def _scan_statements(text: Any, where: str, search_paths: Sequence[str], scan: _
     except SyntaxError as e:
         line = (e.text or "").strip()
         raise ConfigError(f"{where}, line {e.lineno}: {e.msg}\n    {line}") from None
+    except tokenize.TokenError as e:
+        raise ConfigError(f"{where}: {e.args[0]} (a bracket or a quote is not closed).") from None
 
 
 def _scan_file(path: str, search_paths: Sequence[str], scan: _Scan) -> None:
@@ -111,7 +114,7 @@ def _quoted(binding: str) -> str:
         )
     try:
         config_parser.ConfigParser(f"x = {value}", _Names()).parse_statement()
-    except SyntaxError:
+    except (SyntaxError, tokenize.TokenError):
         if not _PLAIN_STRING.fullmatch(value):
             raise ConfigError(
                 f"gin binding {binding!r}: {value!r} is not a value gin can read. Numbers, True, None, tuples and "

@@ -20,6 +20,7 @@ import jax
 from absl import logging
 
 from perex_t5x import checkpoints, gin_utils, loop, run_dir
+from perex_t5x.data import lookup
 from perex_t5x.data.feed import batch_spec, make_feed
 from perex_t5x.errors import ConfigError
 from perex_t5x.metrics import MetricsWriter
@@ -82,6 +83,7 @@ def train(
     logging.info("%s", partitioner.describe_batch(train_dataset_cfg.batch_size))
 
     spec = batch_spec(train_dataset_cfg, model.FEATURE_CONVERTER_CLS())
+    lookup.check_vocabulary(train_dataset_cfg.mixture_or_task_name, model.config.vocab_size)
     shapes, shardings, boxed_params = trainer.abstract_state({k: v.shape for k, v in spec.items()})
     summary = run_dir.summarize_model(boxed_params, shapes)
     logging.info("%s", summary)

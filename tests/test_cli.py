@@ -55,7 +55,7 @@ def test_dry_run_from_another_directory_with_a_ported_file(tmp_path):
         (["--gin_file=runs/quickstart.gin"], "required but not given: MODEL_DIR"),
         (["--gin_file=runs/quickstart.gin", "--gin.MODEL_DIR=/proc/x"], "MODEL_DIR = '/proc/x' cannot be written"),
         (["--gin_file=models/tiny.gin"], "they are for another command"),
-        (["--process_count=2"], "go together: give all three"),
+        (["--gin_file=runs/quickstart.gin", "--process_count=2"], "go together: give all three"),
     ],
 )
 def test_a_slip_is_one_message_and_status_2(arguments, message):

@@ -23,7 +23,7 @@ def parse(*bindings, files=FILES, paths=()):
     "binding,message",
     [
         ("TRAIN_STEP=5", "--gin.TRAIN_STEP: no gin file defines or uses.*Did you mean 'TRAIN_STEPS'.*Known macros: .*MODEL_DIR"),
-        ("train/utils.DatasetConfig.packk=True", "no|n't have a parameter named 'packk'[^$]*--gin.train/utils[^$]*Did you mean 'pack'"),
+        ("train/utils.DatasetConfig.packk=True", "n't have a parameter named 'packk'[^$]*--gin.train/utils[^$]*Did you mean 'pack'"),
         ("train/DatasetConfig.batch_sise=2", "parameter named 'batch_sise'[^$]*Did you mean 'batch_size'[^$]*It has: mixture_or_task_name"),
         ("utils.DatasetConfg.pack=True", "has no attribute DatasetConfg[^$]*Did you mean 'DatasetConfig'"),
         ("utilz.DatasetConfig.pack=True", "No configurable matching 'utilz.DatasetConfig'"),
@@ -64,6 +64,9 @@ def test_slips_in_a_file_carry_file_and_line(tmp_path):
     path.write_text("A = = 1\n")
     with pytest.raises(ConfigError, match="mine.gin, line 1"):
         parse(files=[*FILES, str(path)])
+    path.write_text("A = (1,\n")
+    with pytest.raises(ConfigError, match="mine.gin: .*bracket or a quote is not closed"):
+        parse(files=[*FILES, str(path)])
     path.write_text("include 'other.gin'\n")
     with pytest.raises(ConfigError, match="mine.gin, line 1: gin file 'other.gin' not found"):
         parse(files=[*FILES, str(path)])
@@ -82,7 +85,7 @@ def test_includes_beside_the_file_and_from_another_directory(tmp_path, monkeypat
 
 def test_bindings_by_alias_by_suffix_and_bare_strings(tmp_path):
     parse("train_script.train.eval_period=7", "DatasetConfig.memory_limit_bytes=5", f"MODEL_DIR={tmp_path}/a-b_1")
-    assert gin.query_parameter("perex_t5x.train.train.eval_period" if False else "train.eval_period") == 7
+    assert gin.query_parameter("train.eval_period") == 7
     assert gin.query_parameter("DatasetConfig.memory_limit_bytes") == 5
     assert gin.query_parameter("MODEL_DIR/gin.macro.value") == f"{tmp_path}/a-b_1"
 

@@ -259,7 +259,8 @@ def test_failed_write_says_what_is_safe(tmp_path, monkeypatch):
             ["TRAIN_STEPS = 1", "MIXTURE_OR_TASK_NAME = 'python_stdlib_lm'", "USE_CACHED_TASKS = True"],
             "USE_CACHED_TASKS",
         ),
-        (["TRAIN_STEPS = 1", "train/utils.DatasetConfig.split = 'trian'"], "train"),
+        (["TRAIN_STEPS = 1", "train/utils.DatasetConfig.split = 'trian'"], "'trian'.*train, validation"),
+        (["TRAIN_STEPS = 1", "models.T5Config.vocab_size = 128"], "vocabulary of 259, but the model's vocab_size is 128"),
     ],
 )
 def test_bad_configuration_fails_before_the_first_compile(tmp_path, monkeypatch, bindings, message):

@@ -23,7 +23,7 @@ def _dataset(split: str, shuffle_files: bool = False, seed: int | None = None) -
 if TASK not in seqio.TaskRegistry.names():
     seqio.TaskRegistry.add(
         TASK,
-        source=seqio.FunctionDataSource(_dataset, splits=("train", "validation"), num_input_examples={"train": 60}),
+        source=seqio.FunctionDataSource(_dataset, splits=("train", "validation"), num_input_examples={"train": 60, "validation": 60}),
         preprocessors=[
             functools.partial(seqio.preprocessors.rekey, key_map={"targets": "text"}),
             seqio.preprocessors.tokenize,
@@ -31,5 +31,6 @@ if TASK not in seqio.TaskRegistry.names():
             preprocessors.split_into_chunks,
         ],
         output_features={"targets": seqio.Feature(seqio.ByteVocabulary(), add_eos=True)},
+        postprocess_fn=metrics.text_and_tokens,
         metric_fns=[metrics.log_likelihood],
     )

@@ -123,3 +123,18 @@ def check_offline_cache(provider: Any, use_cached: bool) -> None:
                 f"--tasks={task.name} --output_cache_dir=DIR --module_import=perex_t5x.data.tasks` "
                 "and give --seqio_additional_cache_dirs=DIR."
             )
+
+
+def check_vocabulary(name: str, vocab_size: int) -> None:
+    """Raises if a task's ids go beyond the model's embedding; they would be looked up wrongly without a word."""
+    import seqio
+
+    for task in seqio.get_subtasks(seqio.get_mixture_or_task(name)):
+        for feature, spec in task.output_features.items():
+            size = getattr(getattr(spec, "vocabulary", None), "vocab_size", 0)
+            if size > vocab_size:
+                raise ConfigError(
+                    f"Feature {feature!r} of task {task.name!r} has a vocabulary of {size}, but the model's vocab_size "
+                    f"is {vocab_size}. Set T5Config.vocab_size to at least {size} (a multiple of 128 suits accelerators), "
+                    "or give the task the model's vocabulary (tasks.register_all.vocabulary)."
+                )

@@ -64,6 +64,16 @@ def split_into_chunks(ds: tf.data.Dataset, sequence_length: Mapping[str, int]) -
 split_into_chunks.bounds_lengths = True
 
 
+def split_off_prompt(ds: tf.data.Dataset, sequence_length: Mapping[str, int]) -> tf.data.Dataset:
+    """Each document's beginning as `inputs` and what follows as `targets`; documents that are too short are left out."""
+    prompt, answer = sequence_length["inputs"], sequence_length["targets"]
+    ds = ds.filter(lambda ex: tf.size(ex["targets"]) >= prompt + answer)
+    return ds.map(
+        lambda ex: {"inputs": ex["targets"][:prompt], "targets": ex["targets"][prompt : prompt + answer]},
+        num_parallel_calls=tf.data.AUTOTUNE,
+    )
+
+
 def noise_counts(length: int) -> tuple[int, int]:
     """(noise tokens, spans) of a chunk of `length` tokens: 15 %, in spans of 3 on average.
 

@@ -4,6 +4,7 @@
 |---|---|---|
 | `python_stdlib_lm` | targets | the running interpreter's standard library, no download |
 | `python_stdlib_span_corruption` | inputs, targets | the same, T5's objective |
+| `python_stdlib_continuation` | inputs, targets | the same; for `infer`: a file's beginning, to be continued |
 | `text_files_lm` | targets | files of your own |
 | `c4_en_lm` | targets | C4 (English) from TensorFlow Datasets |
 
@@ -75,7 +76,7 @@ def _add(name: str, arguments: tuple, make_source, vocabulary, features, steps, 
                     "named by MIXTURE_OR_TASK_MODULE, which is imported after the tasks)."
                 )
         seqio.TaskRegistry.remove(name)
-    feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
+    feature = seqio.Feature(vocabulary=vocabulary, add_eos=seqio.preprocessors.append_eos in steps)
     seqio.TaskRegistry.add(
         name,
         source=make_source(),
@@ -193,6 +194,15 @@ def register_all(vocabulary: str | seqio.Vocabulary | None = None, c4_name: str 
             preprocessors.span_corruption,
             seqio.preprocessors.append_eos,
         ],
+        metric_fns=[metrics.exact_match_and_token_accuracy(vocabulary)],
+    )
+    _add(
+        "python_stdlib_continuation",
+        (),
+        _stdlib_source,
+        vocabulary,
+        ["inputs", "targets"],
+        [preprocessors.split_off_prompt],
         metric_fns=[metrics.exact_match_and_token_accuracy(vocabulary)],
     )
     _add_lm("c4_en_lm", (c4_name,), lambda: seqio.TfdsDataSource(tfds_name=c4_name), vocabulary)
