@@ -55,6 +55,6 @@ setup_venv() {
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --progress-bar off \
     -c "$root/constraints.txt" -e "$root$extras" \
     || { echo "ERROR: installation failed; see above. Run the same command again to continue." >&2; return 1; }
-  { echo "$wanted"; { grep "^extra:" "$ready" 2>/dev/null; echo "extra:"; echo "extra:$extra"; } | sort -u; } > "$ready.new"
+  { echo "$wanted"; { grep "^extra:" "$ready" 2>/dev/null || true; echo "extra:"; echo "extra:$extra"; } | sort -u; } > "$ready.new"
   mv "$ready.new" "$ready"
 }
