@@ -55,6 +55,9 @@ setup_venv() {
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --progress-bar off \
     -c "$root/constraints.txt" -e "$root$extras" \
     || { echo "ERROR: installation failed; see above. Run the same command again to continue." >&2; return 1; }
-  { echo "$wanted"; { grep "^extra:" "$ready" 2>/dev/null || true; echo "extra:"; echo "extra:$extra"; } | sort -u; } > "$ready.new"
+  # Extras installed earlier still count, but not if what they mean has changed since.
+  local earlier=""
+  [ -f "$ready" ] && [ "$(head -n 1 "$ready")" = "$wanted" ] && earlier=$(tail -n +2 "$ready")
+  { echo "$wanted"; printf '%s\n' "extra:" "extra:$extra" $earlier | sort -u; } > "$ready.new"
   mv "$ready.new" "$ready"
 }

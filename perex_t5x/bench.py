@@ -156,7 +156,7 @@ def _bare_rounds(trainer: Trainer, feed: Any, state: TrainState, shardings: Trai
     while True:
         begun = time.monotonic()
         for batch in batches:
-            params, opt_state, loss = compiled(params, opt_state, batch)
+            params, opt_state, _ = compiled(params, opt_state, batch)
         jax.block_until_ready(params)
         yield time.monotonic() - begun
 

@@ -1,9 +1,9 @@
 """Checkpoints through Orbax: state, RNG and data position in one commit, `checkpoint_<step>/`.
 
-    checkpoint_1000/
-      state/    OCDBT arrays: {'target': params, 'state': {'step', 'param_states'}, 'rng'}
-      run/      JSON: data position and whatever else belongs to the run
-      data/     iterator state of a streaming feed, one file a process
+checkpoint_1000/
+  state/    OCDBT arrays: {'target': params, 'state': {'step', 'param_states'}, 'rng'}
+  run/      JSON: data position and whatever else belongs to the run
+  data/     iterator state of a streaming feed, one file a process
 """
 
 from __future__ import annotations

@@ -45,9 +45,7 @@ def _connect_processes() -> None:
     if FLAGS.process_count is None and FLAGS.coordinator_address is None:
         return
     if None in (FLAGS.process_count, FLAGS.coordinator_address, FLAGS.process_index):
-        raise ConfigError(
-            "--coordinator_address, --process_count and --process_index go together: give all three."
-        )
+        raise ConfigError("--coordinator_address, --process_count and --process_index go together: give all three.")
     import jax
 
     if os.environ.get("JAX_PLATFORMS", "") == "cpu":
@@ -92,7 +90,8 @@ def run(function: Callable[..., Any], usage: str, argv: Sequence[str] | None = N
             configurable = gin.get_configurable(function)
         except Exception:
             raise ConfigError(
-                f"the gin files bind nothing on {function.__module__}.{function.__name__}: they are for another command."
+                f"the gin files bind nothing on {function.__module__}.{function.__name__}: "
+                "they are for another command."
             ) from None
         configurable(**_run_flags(function.__name__))
 

@@ -21,10 +21,9 @@ class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         mark = "" if record.levelno < logging.WARNING else f"{record.levelname}: "
-        try:
+        # If stderr is closed or its disk is full, a message is not worth a run.
+        with contextlib.suppress(OSError, ValueError):
             print(f"{clock} {mark}{record.getMessage()}", file=sys.stderr, flush=True)
-        except (OSError, ValueError):  # stderr is closed, or its disk is full: a message is not worth a run
-            pass
 
 
 def _is_ours_or_serious(record: logging.LogRecord) -> bool:

@@ -36,8 +36,8 @@ class TrainEvaluator:
         shards = trainer.partitioner.data_parallel_size
         if config.batch_size % shards:
             raise ConfigError(
-                f"train_eval/utils.DatasetConfig.batch_size = {config.batch_size} is not divisible by the {shards} data "
-                "shards of the mesh."
+                f"train_eval/utils.DatasetConfig.batch_size = {config.batch_size} is not divisible by the {shards} "
+                "data shards of the mesh."
             )
         self._trainer = trainer
         self._steps = None if eval_steps in (None, -1) else eval_steps

@@ -1,4 +1,6 @@
-"""Predict or score every example of a task: `python -m perex_t5x.infer --gin_file=models/tiny.gin --gin_file=runs/infer.gin ...`
+"""Predict or score every example of a task.
+
+    python -m perex_t5x.infer --gin_file=models/tiny.gin --gin_file=runs/infer.gin ...
 
 Writes `<task>-<mode>.jsonl` to the output folder: one JSON object an example, with its text and what the model says.
 """
@@ -104,7 +106,9 @@ def infer(
     return written
 
 
-def _examples(task: Any, config: DatasetConfig, converter: Any, count: int | None) -> tuple[Iterator[Any], Iterator[Any]]:
+def _examples(
+    task: Any, config: DatasetConfig, converter: Any, count: int | None
+) -> tuple[Iterator[Any], Iterator[Any]]:
     """Returns two iterators in step: each example's text, and its enumerated model features."""
 
     def dataset() -> Any:

@@ -24,15 +24,12 @@ def paths_to_restore(config: RestoreCheckpointConfig) -> list[str]:
     """The checkpoints that a restore configuration names; at least one, or a `ConfigError`."""
     if not config.path:
         raise ConfigError(
-            "RestoreCheckpointConfig.path is empty: give a checkpoint or a run's folder, with "
-            "--gin.CHECKPOINT_PATH=..."
+            "RestoreCheckpointConfig.path is empty: give a checkpoint or a run's folder, with --gin.CHECKPOINT_PATH=..."
         )
     return checkpoints.checkpoint_paths(config.path, config.mode)
 
 
-def restore_params(
-    model: Any, partitioner: PjitPartitioner, path: str, config: RestoreCheckpointConfig
-) -> Any:
+def restore_params(model: Any, partitioner: PjitPartitioner, path: str, config: RestoreCheckpointConfig) -> Any:
     """Reads the parameters alone, sharded as the partitioner says."""
     partitioner.check_model(model.sharded_dimensions())
     # Parameters do not depend on lengths: any small batch will do.
@@ -41,9 +38,7 @@ def restore_params(
     boxed = jax.eval_shape(lambda k: model.get_initial_variables(k, inputs)["params"], key)
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     shapes = TrainState(scalar, nn.meta.unbox(boxed), {}, scalar)
-    shardings = TrainState(
-        partitioner.replicated, partitioner.params_shardings(boxed), {}, partitioner.replicated
-    )
+    shardings = TrainState(partitioner.replicated, partitioner.params_shardings(boxed), {}, partitioner.replicated)
     restored = checkpoints.restore(path, shapes, shardings, config, parts=("target",))
     wanted = checkpoints.flatten({"target": shapes.params})
     missing = sorted(set(wanted) - set(restored.leaves))

@@ -52,7 +52,8 @@ class InferenceEvaluator:
         )
         if not self._evaluator.eval_tasks:
             raise ConfigError(
-                f"none of {', '.join(self.tasks)} has both a split {config.split!r} and metric_fns: nothing to evaluate."
+                f"none of {', '.join(self.tasks)} has both a split {config.split!r} and metric_fns: nothing to "
+                "evaluate."
             )
 
         def predict(params: Any, batch: Any, keys_B: Any) -> Any:

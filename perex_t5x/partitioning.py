@@ -179,17 +179,14 @@ class PjitPartitioner:
         devices: Sequence[Any] | None = None,
     ):
         if (num_partitions or model_parallel_submesh) and ici_mesh_shape:
-            raise ConfigError(
-                "PjitPartitioner: give either num_partitions / model_parallel_submesh or ici_mesh_shape."
-            )
+            raise ConfigError("PjitPartitioner: give either num_partitions / model_parallel_submesh or ici_mesh_shape.")
         rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
         self.logical_axis_rules = tuple((name, axes) for name, axes in rules)
         for name, axes in self.logical_axis_rules:
             for axis in (axes,) if isinstance(axes, str) else axes or ():
                 if axis not in MESH_AXES:
                     raise ConfigError(
-                        f"PjitPartitioner.logical_axis_rules maps {name!r} to {axis!r}; the mesh axes are "
-                        f"{MESH_AXES}."
+                        f"PjitPartitioner.logical_axis_rules maps {name!r} to {axis!r}; the mesh axes are {MESH_AXES}."
                     )
         self.mesh = _make_mesh(
             num_partitions,

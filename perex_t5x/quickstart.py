@@ -64,7 +64,7 @@ def closing_words(model_dir: str, losses: Sequence[tuple[int, float]], entropy: 
     samples = shlex.quote(os.path.join(model_dir, "samples"))
     step, loss = losses[-1]
     return f"""
-Done: {step} steps. Validation loss {loss:.3f} nats per byte; guessing bytes by their frequency alone gives {entropy:.3f}.
+Done: {step} steps. Validation loss {loss:.3f} nats per byte; guessing by the bytes' frequencies gives {entropy:.3f}.
 
 What to look at
   TensorBoard   .venv/bin/tensorboard --logdir {where}

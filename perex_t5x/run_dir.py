@@ -58,9 +58,7 @@ def summarize_model(boxed_params: Any, state_shapes: Any) -> str:
 
 def write_model_info(model_dir: str, boxed_params: Any, shardings: Any, summary: str) -> None:
     """Writes `model-info.txt`: each parameter with shape, logical axes and mesh axes, and the summary."""
-    params = jax.tree_util.tree_leaves_with_path(
-        boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
-    )
+    params = jax.tree_util.tree_leaves_with_path(boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
     lines = []
     for (path, leaf), sharding in zip(params, jax.tree.leaves(shardings), strict=True):
         names = leaf.names if isinstance(leaf, nn.LogicallyPartitioned) else ()

@@ -90,7 +90,9 @@ def train(
     run_dir.prepare(model_dir, run_dir.tree_bytes(shapes))
     source = _where_to_start(model_dir, checkpoint_cfg)
     if dry_run:
-        print(f"dry run: the configuration is fine. {summary}. Starts from {source or 'scratch'}. Nothing was compiled.")
+        print(
+            f"dry run: the configuration is fine. {summary}. Starts from {source or 'scratch'}. Nothing was compiled."
+        )
         return 0, shapes
     is_writer = jax.process_index() == 0
     if is_writer:

@@ -66,7 +66,7 @@ def split_microbatches(tree: Any, count: int) -> Any:
 
 
 class WeightMetricsComputer:
-    """Root mean squares per parameter: `weight_rms/`, `weight_gradient_rms/`, `weight_update_rms/`, and overall norms."""
+    """Root mean squares per parameter: `weight_rms/`, `weight_gradient_rms/`, `weight_update_rms/`; overall norms."""
 
     def __call__(self, params: Any, grads: Any, updates: Any) -> dict[str, jax.Array]:
         metrics = {
@@ -100,9 +100,7 @@ class Trainer:
         weight_metrics_computer: Callable[[Any, Any, Any], dict[str, jax.Array]] | None = None,
     ):
         if num_microbatches is not None and num_microbatches < 1:
-            raise ConfigError(
-                f"Trainer.num_microbatches = {num_microbatches}: must be None or at least 1."
-            )
+            raise ConfigError(f"Trainer.num_microbatches = {num_microbatches}: must be None or at least 1.")
         self.model = model
         self.partitioner = partitioner
         self.learning_rate_fn = as_schedule(learning_rate_fn)
@@ -175,9 +173,7 @@ class Trainer:
         shardings = TrainState(
             step=replicated,
             params=params_shardings,
-            opt_state=self.partitioner.shardings_like_params(
-                shapes.opt_state, params_shardings, shapes.params
-            ),
+            opt_state=self.partitioner.shardings_like_params(shapes.opt_state, params_shardings, shapes.params),
             rng=replicated,
         )
         return shapes, shardings, boxed

@@ -60,7 +60,8 @@ class DatasetConfig:
     def __post_init__(self) -> None:
         if self.feed not in FEEDS:
             raise ConfigError(
-                f"DatasetConfig.feed = {self.feed!r}: must be one of {', '.join(FEEDS)}.{did_you_mean(self.feed, FEEDS)}"
+                f"DatasetConfig.feed = {self.feed!r}: must be one of {', '.join(FEEDS)}."
+                f"{did_you_mean(self.feed, FEEDS)}"
             )
         if not isinstance(self.batch_size, int) or self.batch_size < 1:
             raise ConfigError(f"DatasetConfig.batch_size = {self.batch_size!r}: must be a positive whole number.")

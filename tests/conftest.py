@@ -17,7 +17,9 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_compilation_cache_dir", os.path.join(tempfile.gettempdir(), f"perex_t5x_jax_cache_{os.getuid()}"))
+jax.config.update(
+    "jax_compilation_cache_dir", os.path.join(tempfile.gettempdir(), f"perex_t5x_jax_cache_{os.getuid()}")
+)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 

@@ -12,7 +12,12 @@ from tests import tiny
 
 SHIPPED = Path(gin_utils.shipped_gin_dir())
 FILES = ["models/tiny.gin", "runs/pretrain.gin"]
-REQUIRED = ["MODEL_DIR='x'", "TRAIN_STEPS=1", "MIXTURE_OR_TASK_NAME='python_stdlib_lm'", "TASK_FEATURE_LENGTHS={'targets':8}"]
+REQUIRED = [
+    "MODEL_DIR='x'",
+    "TRAIN_STEPS=1",
+    "MIXTURE_OR_TASK_NAME='python_stdlib_lm'",
+    "TASK_FEATURE_LENGTHS={'targets':8}",
+]
 
 
 def parse(*bindings, files=FILES, paths=()):
@@ -22,9 +27,18 @@ def parse(*bindings, files=FILES, paths=()):
 @pytest.mark.parametrize(
     "binding,message",
     [
-        ("TRAIN_STEP=5", "--gin.TRAIN_STEP: no gin file defines or uses.*Did you mean 'TRAIN_STEPS'.*Known macros: .*MODEL_DIR"),
-        ("train/utils.DatasetConfig.packk=True", "n't have a parameter named 'packk'[^$]*--gin.train/utils[^$]*Did you mean 'pack'"),
-        ("train/DatasetConfig.batch_sise=2", "parameter named 'batch_sise'[^$]*Did you mean 'batch_size'[^$]*It has: mixture_or_task_name"),
+        (
+            "TRAIN_STEP=5",
+            "--gin.TRAIN_STEP: no gin file defines or uses.*Did you mean 'TRAIN_STEPS'.*Known macros: .*MODEL_DIR",
+        ),
+        (
+            "train/utils.DatasetConfig.packk=True",
+            "n't have a parameter named 'packk'[^$]*--gin.train/utils[^$]*Did you mean 'pack'",
+        ),
+        (
+            "train/DatasetConfig.batch_sise=2",
+            "parameter named 'batch_sise'[^$]*Did you mean 'batch_size'[^$]*It has: mixture_or_task_name",
+        ),
         ("utils.DatasetConfg.pack=True", "has no attribute DatasetConfg[^$]*Did you mean 'DatasetConfig'"),
         ("utilz.DatasetConfig.pack=True", "No configurable matching 'utilz.DatasetConfig'"),
         ("train_script.train.total_step=1", "parameter named 'total_step'[^$]*Did you mean 'total_steps'"),
@@ -55,7 +69,9 @@ def test_missing_file_says_where_it_looked(tmp_path, monkeypatch):
 
 def test_slips_in_a_file_carry_file_and_line(tmp_path):
     path = tmp_path / "mine.gin"
-    path.write_text("from __gin__ import dynamic_registration\nfrom perex_t5x import utils\nutils.DatasetConfig.pakc = True\n")
+    path.write_text(
+        "from __gin__ import dynamic_registration\nfrom perex_t5x import utils\nutils.DatasetConfig.pakc = True\n"
+    )
     with pytest.raises(ConfigError, match=r"mine.gin.*line 3[^$]*Did you mean 'pack'"):
         parse(files=[*FILES, str(path)])
     path.write_text("A = %B\n")
@@ -143,9 +159,7 @@ def required_by(files):
 @pytest.mark.parametrize("name", ALL_FILES)
 def test_every_shipped_file_parses_and_its_model_initialises(name):
     files = [name]
-    if name.startswith(("runs/", "meshes/")) and name not in MODEL_FOR_RUN:
-        files = ["models/tiny.gin", name]
-    elif name.startswith("optimizers/"):
+    if (name.startswith(("runs/", "meshes/")) and name not in MODEL_FOR_RUN) or name.startswith("optimizers/"):
         files = ["models/tiny.gin", name]
     gin_utils.parse_gin_flags([], files, required_by(files))
     cls = models.EncoderDecoderModel if "t5" in name else models.DecoderOnlyModel

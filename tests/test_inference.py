@@ -58,7 +58,14 @@ def test_scores_do_not_depend_on_the_batch_size(run, tmp_path):
 def test_predictions_by_each_method(run, tmp_path):
     few = ("NUM_EXAMPLES = 3", "BATCH_SIZE = 8")
     greedy = predict(run, tmp_path / "a", *few)
-    beam = predict(run, tmp_path / "b", *few, "DECODE_METHOD = 'beam'", "NUM_DECODES = 2", "infer_script.infer.mode = 'predict_with_aux'")
+    beam = predict(
+        run,
+        tmp_path / "b",
+        *few,
+        "DECODE_METHOD = 'beam'",
+        "NUM_DECODES = 2",
+        "infer_script.infer.mode = 'predict_with_aux'",
+    )
     sample = predict(run, tmp_path / "c", *few, "DECODE_METHOD = 'temperature'", "TOP_K = 5")
     again = predict(run, tmp_path / "d", *few, "DECODE_METHOD = 'temperature'", "TOP_K = 5")
     assert [r["index"] for r in greedy] == [0, 1, 2] and isinstance(greedy[0]["prediction"], str)

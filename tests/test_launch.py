@@ -81,11 +81,12 @@ def test_broken_environment_is_made_anew(project):
 
 
 def test_changed_requirements_are_installed(project):
-    project("")
+    project("dev")
     with open(project.root / "constraints.txt", "a", encoding="utf-8") as f:
         f.write("# newer\n")
     _, calls = project("")
     assert [c.split()[1] for c in calls] == ["pip"]
+    assert len(project("dev")[1]) == 1  # the extra's own packages may have changed, too
 
 
 def test_missing_python_is_explained(tmp_path):

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from perex_t5x.errors import TrainingError
-from perex_t5x.metrics import MetricsWriter, MetricSums, model_flops_utilization
+from perex_t5x.metrics import MetricSums, MetricsWriter, model_flops_utilization
 
 STEP = {"loss": 8.0, "z_loss": 2.0, "correct": 3.0, "weights": 4.0, "tokens": 4.0, "all_tokens": 8.0, "examples": 2.0}
 

@@ -73,7 +73,12 @@ def test_any_optimizer_state_is_sharded_like_the_parameters():
     boxed = {"mlp": {"wi": nn.LogicallyPartitioned(np.zeros((8, 16), np.float32), ("embed", "mlp"))}}
     params = nn.meta.unbox(boxed)
     shardings = partitioner.params_shardings(boxed)
-    for optimizer in (optax.adamw(0.1), optax.lion(0.1), optax.adafactor(0.1), optax.chain(optax.ema(0.9), optax.sgd(0.1, 0.9))):
+    for optimizer in (
+        optax.adamw(0.1),
+        optax.lion(0.1),
+        optax.adafactor(0.1),
+        optax.chain(optax.ema(0.9), optax.sgd(0.1, 0.9)),
+    ):
         state = jax.eval_shape(optimizer.init, params)
         placed = partitioner.shardings_like_params(state, shardings, params)
         for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(placed), strict=True):

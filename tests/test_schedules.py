@@ -28,7 +28,9 @@ def test_factors(factors, expected):
 
 
 def test_offset_and_floor():
-    rate = create_learning_rate_scheduler("constant * decay_every", 1.0, steps_per_decay=1, step_offset=10, min_learning_rate=0.1)
+    rate = create_learning_rate_scheduler(
+        "constant * decay_every", 1.0, steps_per_decay=1, step_offset=10, min_learning_rate=0.1
+    )
     assert float(rate(10)) == 1.0
     assert float(rate(11)) == 0.5
     assert float(rate(40)) == pytest.approx(0.1)

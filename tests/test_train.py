@@ -43,9 +43,15 @@ def rows(model_dir, name):
 
 def test_outputs(whole_run):
     model_dir, _ = whole_run
-    assert {"config.gin", "model-info.txt", "metrics.jsonl", "checkpoint_4", "checkpoint_8", "train", "training_eval"} <= set(
-        os.listdir(model_dir)
-    )
+    assert {
+        "config.gin",
+        "model-info.txt",
+        "metrics.jsonl",
+        "checkpoint_4",
+        "checkpoint_8",
+        "train",
+        "training_eval",
+    } <= set(os.listdir(model_dir))
     assert os.listdir(model_dir / "training_eval") == [tiny.TASK]
     names = {
         "accuracy", "loss", "cross_ent_loss", "z_loss", "loss_per_nonpadding_target_token", "learning_rate/current",
@@ -80,7 +86,11 @@ def test_stopped_and_resumed_equals_never_stopped(whole_run, tmp_path):
 
 
 def test_resuming_a_streaming_feed_is_exact(tmp_path):
-    bindings = (EVERY_STEP, "train/utils.DatasetConfig.feed = 'streaming'", "train_script.train.train_eval_dataset_cfg = None")
+    bindings = (
+        EVERY_STEP,
+        "train/utils.DatasetConfig.feed = 'streaming'",
+        "train_script.train.train_eval_dataset_cfg = None",
+    )
     _, whole = tiny.train(tmp_path / "whole", "TRAIN_STEPS = 6", *bindings)
     tiny.train(tmp_path / "parts", "TRAIN_STEPS = 3", *bindings)
     _, resumed = tiny.train(tmp_path / "parts", "TRAIN_STEPS = 6", *bindings)
@@ -114,11 +124,11 @@ def finetune(model_dir, source, *bindings):
 
 def test_finetuning_starts_at_the_checkpoint(whole_run, tmp_path):
     model_dir, _ = whole_run
-    step, state = finetune(tmp_path, model_dir / "checkpoint_8")
+    step, _ = finetune(tmp_path, model_dir / "checkpoint_8")
     assert step == 9
     assert list(tiny.losses(tmp_path)) == [9]
     # The newest checkpoint of the run's own folder comes before INITIAL_CHECKPOINT_PATH.
-    step, state = finetune(tmp_path, model_dir / "checkpoint_4", "TRAIN_STEPS = 10")
+    step, _ = finetune(tmp_path, model_dir / "checkpoint_4", "TRAIN_STEPS = 10")
     assert step == 10 and list(tiny.losses(tmp_path)) == [9, 10]
 
 
@@ -188,7 +198,12 @@ def test_a_half_written_checkpoint_does_not_count(whole_run, tmp_path):
 def test_non_finite_loss_stops_before_saving(tmp_path):
     with pytest.raises(TrainingError, match="the loss of step .* is (nan|inf).*learning"):
         tiny.train(
-            tmp_path, "TRAIN_STEPS = 20", SAVE_AT.format(1), "BASE_LEARNING_RATE = 1e30", "WARMUP_STEPS = 1", "OPTIMIZER = @optax.sgd"
+            tmp_path,
+            "TRAIN_STEPS = 20",
+            SAVE_AT.format(1),
+            "BASE_LEARNING_RATE = 1e30",
+            "WARMUP_STEPS = 1",
+            "OPTIMIZER = @optax.sgd",
         )
     for name in os.listdir(tmp_path):
         if name.startswith("checkpoint_"):
@@ -260,7 +275,10 @@ def test_failed_write_says_what_is_safe(tmp_path, monkeypatch):
             "USE_CACHED_TASKS",
         ),
         (["TRAIN_STEPS = 1", "train/utils.DatasetConfig.split = 'trian'"], "'trian'.*train, validation"),
-        (["TRAIN_STEPS = 1", "models.T5Config.vocab_size = 128"], "vocabulary of 259, but the model's vocab_size is 128"),
+        (
+            ["TRAIN_STEPS = 1", "models.T5Config.vocab_size = 128"],
+            "vocabulary of 259, but the model's vocab_size is 128",
+        ),
     ],
 )
 def test_bad_configuration_fails_before_the_first_compile(tmp_path, monkeypatch, bindings, message):

@@ -63,7 +63,7 @@ GOLDEN = [6.428751, 6.453237, 5.717486]
 
 @pytest.mark.parametrize("data,model_axis", [(8, 1), (4, 2), (2, 4)])
 def test_meshes_give_the_same_losses(data, model_axis):
-    expected, expected_state, _ = single_device_run()
+    expected, _, _ = single_device_run()
     model = make_model("DROPOUT_RATE = 0.1")
     losses, state, _ = run(Trainer(model, make_partitioner(data, model_axis), 0.01), 20)
     np.testing.assert_allclose(losses, expected, rtol=3e-4)
@@ -100,7 +100,9 @@ def test_normaliser_of_the_whole_batch_matters():
 
 def test_logged_rate_is_the_one_used():
     schedule = create_learning_rate_scheduler("constant * linear_warmup", 0.5, warmup_steps=4)
-    trainer = Trainer(make_model(optimizer_def=optax.sgd), make_partitioner(1, 1), schedule, None, WeightMetricsComputer())
+    trainer = Trainer(
+        make_model(optimizer_def=optax.sgd), make_partitioner(1, 1), schedule, None, WeightMetricsComputer()
+    )
     _, _, metrics = run(trainer, 3)
     scalars = metrics["scalars"]
     assert float(scalars["learning_rate/current"]) == pytest.approx(0.25)  # step 2 of 4

@@ -23,7 +23,9 @@ def _dataset(split: str, shuffle_files: bool = False, seed: int | None = None) -
 if TASK not in seqio.TaskRegistry.names():
     seqio.TaskRegistry.add(
         TASK,
-        source=seqio.FunctionDataSource(_dataset, splits=("train", "validation"), num_input_examples={"train": 60, "validation": 60}),
+        source=seqio.FunctionDataSource(
+            _dataset, splits=("train", "validation"), num_input_examples={"train": 60, "validation": 60}
+        ),
         preprocessors=[
             functools.partial(seqio.preprocessors.rekey, key_map={"targets": "text"}),
             seqio.preprocessors.tokenize,

@@ -14,9 +14,8 @@ def get_mixture_or_task(name: str, module: str | None = None) -> Any:
 
     The package's own tasks are always registered, with the arguments that Gin binds.
     """
-    import seqio
-
     import gin
+    import seqio
 
     with gin.unlock_config():  # the tasks' functions register with Gin when first imported
         from perex_t5x.data import tasks
@@ -135,6 +134,6 @@ def check_vocabulary(name: str, vocab_size: int) -> None:
             if size > vocab_size:
                 raise ConfigError(
                     f"Feature {feature!r} of task {task.name!r} has a vocabulary of {size}, but the model's vocab_size "
-                    f"is {vocab_size}. Set T5Config.vocab_size to at least {size} (a multiple of 128 suits accelerators), "
-                    "or give the task the model's vocabulary (tasks.register_all.vocabulary)."
+                    f"is {vocab_size}. Set T5Config.vocab_size to at least {size} (a multiple of 128 suits "
+                    "accelerators), or give the task the model's vocabulary (tasks.register_all.vocabulary)."
                 )

@@ -65,7 +65,7 @@ split_into_chunks.bounds_lengths = True
 
 
 def split_off_prompt(ds: tf.data.Dataset, sequence_length: Mapping[str, int]) -> tf.data.Dataset:
-    """Each document's beginning as `inputs` and what follows as `targets`; documents that are too short are left out."""
+    """Each document's beginning as `inputs` and what follows as `targets`; shorter documents are left out."""
     prompt, answer = sequence_length["inputs"], sequence_length["targets"]
     ds = ds.filter(lambda ex: tf.size(ex["targets"]) >= prompt + answer)
     return ds.map(

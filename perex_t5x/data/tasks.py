@@ -26,9 +26,9 @@ import glob as glob_lib
 import os
 from collections.abc import Sequence
 
+import gin
 import seqio
 
-import gin
 from perex_t5x.data import metrics, preprocessors, stdlib_corpus, text_source
 from perex_t5x.errors import ConfigError
 

@@ -63,14 +63,10 @@ def drive_learning_rate(optimizer_def: Any) -> RateDriven:
                 f"learning_rate=...: {e}"
             ) from e
         if not isinstance(made, optax.GradientTransformation):
-            raise ConfigError(
-                f"optimizer_def returned {type(made).__name__}, not an optax.GradientTransformation."
-            )
+            raise ConfigError(f"optimizer_def returned {type(made).__name__}, not an optax.GradientTransformation.")
         return optax.with_extra_args_support(made)
 
-    def update(
-        grads: Any, state: Any, params: Any, learning_rate: jax.Array, **extra: Any
-    ) -> tuple[Any, Any]:
+    def update(grads: Any, state: Any, params: Any, learning_rate: jax.Array, **extra: Any) -> tuple[Any, Any]:
         return make(learning_rate).update(grads, state, params, **extra)
 
     return RateDriven(make(1.0).init, update, uses_rate=True)

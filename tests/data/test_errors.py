@@ -2,12 +2,12 @@
 
 import dataclasses
 
+import gin
 import numpy as np
 import pytest
 import seqio
 import tensorflow as tf
 
-import gin
 from perex_t5x.data import make_feed, rows, tasks
 from perex_t5x.errors import ConfigError
 

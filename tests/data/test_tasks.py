@@ -2,6 +2,7 @@ import functools
 import json
 import re
 
+import gin
 import numpy as np
 import pytest
 import sentencepiece
@@ -9,7 +10,6 @@ import seqio
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-import gin
 from perex_t5x.data import make_feed, metrics, preprocessors, stdlib_corpus, tasks, text_source
 from perex_t5x.data.lookup import get_mixture_or_task
 from perex_t5x.errors import ConfigError

@@ -2,10 +2,10 @@
 
 import os
 
+import gin
 import jax
 import pytest
 
-import gin
 from perex_t5x import models
 
 GIN = os.path.join(os.path.dirname(__file__), "..", "..", "gin")
