@@ -85,10 +85,12 @@ def _bounds_lengths(task: Any) -> bool:
     return any(getattr(p, "bounds_lengths", False) for p in task.preprocessors)
 
 
-def _fast_converter(converter: Any) -> bool:
+def _fast_converter(converter: Any, lengths: Mapping[str, int]) -> bool:
+    """Whether `packing` does what this converter does. Exactly these classes: a subclass may convert differently."""
     import seqio
 
-    # Exactly these classes: a subclass may convert differently.
+    if type(converter) is seqio.DecoderFeatureConverter:
+        return set(lengths) == {"targets"}  # then it hands over to LMFeatureConverter
     return type(converter) in (seqio.LMFeatureConverter, seqio.EncDecFeatureConverter)
 
 
@@ -98,7 +100,7 @@ def read_rows(
     """Yields the task's converted rows, in SeqIO's unshuffled order, as arrays of records."""
     import tensorflow as tf
 
-    fast = _fast_converter(converter)
+    fast = _fast_converter(converter, lengths)
     ds = task.get_dataset(
         lengths,
         split=split,

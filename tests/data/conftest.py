@@ -36,7 +36,7 @@ def tiny_lm(corpus):
 
 @pytest.fixture(scope="session")
 def converter():
-    return seqio.LMFeatureConverter
+    return seqio.DecoderFeatureConverter
 
 
 @pytest.fixture(scope="session")
