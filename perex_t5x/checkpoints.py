@@ -176,6 +176,19 @@ def _whole_checkpoints(folder: epath.Path) -> list[str]:
     return [path for _, path in steps if (epath.Path(path) / "state").exists()]
 
 
+def check(path: str, shapes: TrainState, config: RestoreCheckpointConfig | None = None) -> None:
+    """Raises `ConfigError` if `restore` with these arguments would: reads names and shapes only."""
+    _sources(path, flatten(shapes.state_dict()), config or RestoreCheckpointConfig())
+
+
+def _sources(path: str, wanted: Mapping[str, Any], config: RestoreCheckpointConfig) -> dict[str, str]:
+    """Which of the checkpoint's leaves each wanted leaf is read from; all of them have the wanted shapes."""
+    saved = flatten(ocp.PyTreeCheckpointHandler().metadata(epath.Path(path) / "state").tree)
+    sources = _assign(path, wanted, saved, config)
+    _check_shapes(path, wanted, saved, sources)
+    return sources
+
+
 def restore(
     path: str,
     shapes: TrainState,
@@ -195,9 +208,7 @@ def restore(
     wanted = {k: v for k, v in flatten(shapes.state_dict()).items() if k.split("/")[0] in parts}
     places = flatten(shardings.state_dict())
     with ocp.PyTreeCheckpointer() as checkpointer:
-        saved = flatten(ocp.PyTreeCheckpointHandler().metadata(epath.Path(path) / "state").tree)
-        sources = _assign(path, wanted, saved, config)
-        _check_shapes(path, wanted, saved, sources)
+        sources = _sources(path, wanted, config)
         item = {}
         for name, source in sources.items():
             dtype = config.dtype if config.dtype and name.startswith("target/") else wanted[name].dtype

@@ -135,14 +135,20 @@ class Loop:
                     self._after_step(step, state, stopping=interrupts.signal is not None)
                     if interrupts.signal is not None:
                         self._checkpointer.wait()
-                        raise KeyboardInterrupt(
-                            f"Stopped at step {step} of {self._last_step}; checkpoint_{step} is saved in "
-                            f"{self._model_dir}. The same command resumes from it."
-                        )
+                        raise KeyboardInterrupt(self._farewell(step))
         finally:
             batches.close()
         self._checkpointer.wait()
         return state
+
+    def _farewell(self, step: int) -> str:
+        newest = self._checkpointer.latest_step()
+        if newest is None:
+            return f"Stopped at step {step} of {self._last_step}; nothing is saved (CheckpointConfig.save is None)."
+        return (
+            f"Stopped at step {step} of {self._last_step}; checkpoint_{newest} is saved in {self._model_dir}. "
+            "The same command resumes from it."
+        )
 
     def close(self) -> None:
         if self._profiling:

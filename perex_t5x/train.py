@@ -10,7 +10,6 @@ The same command, started again, resumes from the newest checkpoint in MODEL_DIR
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +24,9 @@ from perex_t5x.data.feed import batch_spec, make_feed
 from perex_t5x.errors import ConfigError
 from perex_t5x.metrics import MetricsWriter
 from perex_t5x.partitioning import PjitPartitioner
+from perex_t5x.seeds import draw_seed
 from perex_t5x.trainer import Trainer, TrainState
-from perex_t5x.utils import CheckpointConfig, DatasetConfig
+from perex_t5x.utils import CheckpointConfig, DatasetConfig, RestoreCheckpointConfig
 
 
 def train(
@@ -89,6 +89,11 @@ def train(
     logging.info("%s", summary)
     run_dir.prepare(model_dir, run_dir.tree_bytes(shapes))
     source = _where_to_start(model_dir, checkpoint_cfg)
+    own = source is not None and os.path.dirname(source) == checkpoints.absolute(model_dir)
+    # A run goes on with all of its own state; what another one's checkpoint is used for is configurable.
+    restore_cfg = None if own else checkpoint_cfg.restore
+    if source is not None:
+        checkpoints.check(source, shapes, restore_cfg)
     if dry_run:
         print(
             f"dry run: the configuration is fine. {summary}. Starts from {source or 'scratch'}. Nothing was compiled."
@@ -99,7 +104,6 @@ def train(
         run_dir.write_model_info(model_dir, boxed_params, shardings.params, summary)
         summarize_config_fn(model_dir, None, 0)
 
-    own = source is not None and os.path.dirname(source) == checkpoints.absolute(model_dir)
     saved_run = checkpoints.read_run(source) if own else {}
 
     with ThreadPoolExecutor(1) as compiler:
@@ -114,15 +118,18 @@ def train(
             evaluator.compile(compiler, shapes.params, shardings.params)
         init_started = time.monotonic()
         seed = saved_run.get("random_seed", random_seed)
-        seed = secrets.randbits(31) if seed is None else seed
-        state = _initial_state(trainer, spec, shapes, shardings, seed, source, own, checkpoint_cfg)
+        seed = draw_seed() if seed is None else seed
+        state = _initial_state(trainer, spec, shapes, shardings, seed, source, restore_cfg)
         init_seconds = time.monotonic() - init_started
         first_step = int(state.step)
         if own:
             feed.restore(checkpoints.data_dir(source))
         step_fn, compile_seconds = compiling.result()
 
-    last_step = first_step + relative_steps if relative_steps is not None else total_steps
+    last_step = total_steps
+    if relative_steps is not None:
+        # A resumed run still stops where it set out to.
+        last_step = saved_run.get("last_step", first_step + relative_steps)
     writer = MetricsWriter(model_dir, enabled=is_writer)
     writer.forget_after(first_step)
     writer.write(
@@ -144,7 +151,7 @@ def train(
         last_step=last_step,
         eval_period=eval_period,
         stats_period=stats_period or min(eval_period, 100),
-        run_info={"random_seed": seed},
+        run_info={"random_seed": seed, "last_step": last_step},
         profile_steps=profile_steps,
         model_dir=model_dir,
     )
@@ -200,8 +207,7 @@ def _initial_state(
     shardings: TrainState,
     seed: int,
     source: str | None,
-    own: bool,
-    config: CheckpointConfig,
+    restore_cfg: RestoreCheckpointConfig | None,
 ) -> TrainState:
     """Restored where there is something to restore; what is missing is initialised."""
     input_shapes = {k: v.shape for k, v in spec.items()}
@@ -212,7 +218,7 @@ def _initial_state(
 
     if source is None:
         return fresh()
-    restored = checkpoints.restore(source, shapes, shardings, None if own else config.restore)
+    restored = checkpoints.restore(source, shapes, shardings, restore_cfg)
     base = fresh() if checkpoints.leaves_missing(shapes, restored) else shapes
     logging.info("starting from %s (step %d)", source, restored.step)
     return checkpoints.merge(base, restored)

@@ -38,7 +38,7 @@ class DatasetConfig:
       feed: 'cached' (an index-addressed copy: the batch is a function of seed and step, resuming costs nothing),
         'streaming' (tf.data, resumed by the iterator's saved state), or 'auto': cached where the task fits.
       cache_dir: where the index-addressed copy is kept as ArrayRecord and reused. None: in memory.
-      memory_limit_bytes: up to which size of its source 'auto' takes a task into memory.
+      memory_limit_bytes: up to which (estimated) size of the copy 'auto' makes one.
       trim_output_features: whether outputs are trimmed to their length, as in SeqIO.
     """
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -134,7 +135,11 @@ def test_finetuning_starts_at_the_checkpoint(whole_run, tmp_path):
 
 def test_relative_steps(whole_run, tmp_path):
     model_dir, _ = whole_run
-    step, _ = finetune(tmp_path, model_dir / "checkpoint_8", "TRAIN_STEPS_RELATIVE = 2")
+    more = ("TRAIN_STEPS_RELATIVE = 2", SAVE_AT.format(1))
+    step, _ = finetune(tmp_path, model_dir / "checkpoint_8", *more)
+    assert step == 10
+    shutil.rmtree(tmp_path / "checkpoint_10")  # as if it had been killed before its last checkpoint
+    step, _ = finetune(tmp_path, model_dir / "checkpoint_8", *more)
     assert step == 10
 
 
@@ -235,8 +240,6 @@ def _interrupt_after_step(model_dir, step):
 
 
 def test_full_disk_is_found_before_training(tmp_path, monkeypatch):
-    import shutil
-
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
     with pytest.raises(ConfigError, match="MODEL_DIR.* GB free, but one checkpoint"):
         tiny.train(tmp_path, "TRAIN_STEPS = 1")
@@ -268,7 +271,7 @@ def test_failed_write_says_what_is_safe(tmp_path, monkeypatch):
             ["TRAIN_STEPS = 1", "partitioning.PjitPartitioner.num_partitions = 8"],
             "num_heads = 4 of the model is not divisible by 8",
         ),
-        (["TRAIN_STEPS = 1", "MIXTURE_OR_TASK_NAME = 'tiny_ml'"], "Did you mean 'tiny_lm'"),
+        (["TRAIN_STEPS = 1", "MIXTURE_OR_TASK_NAME = 'uneven_document_lm'"], "Did you mean 'uneven_documents_lm'"),
         (["TRAIN_STEPS = 1", "TASK_FEATURE_LENGTHS = {'target': 16}"], "targets"),
         (
             ["TRAIN_STEPS = 1", "MIXTURE_OR_TASK_NAME = 'python_stdlib_lm'", "USE_CACHED_TASKS = True"],

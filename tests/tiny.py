@@ -7,7 +7,7 @@ import numpy as np
 
 from perex_t5x import gin_utils
 
-TASK = "tiny_lm"
+TASK = "uneven_documents_lm"
 LENGTH = 16
 
 BINDINGS = (

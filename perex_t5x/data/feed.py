@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import math
-import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from absl import logging
 from perex_t5x.data import lookup
 from perex_t5x.data.placement import Shardings
 from perex_t5x.errors import ConfigError
+from perex_t5x.seeds import draw_seed
 from perex_t5x.utils import FEEDS
 
 
@@ -135,12 +135,7 @@ def _order_seed(cfg: Any, saved_position: Mapping[str, Any] | None) -> int | Non
         return int(cfg.seed)
     if saved_position and saved_position.get("seed") is not None:
         return int(saved_position["seed"])
-    seed = secrets.randbits(31)
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        seed = int(multihost_utils.broadcast_one_to_all(np.int32(seed)))
-    return seed
+    return draw_seed()
 
 
 def _fits(provider: Any, cfg: Any, spec: Mapping[str, Any]) -> bool:
