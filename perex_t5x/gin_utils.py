@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging as python_logging
 import os
 import re
 import tokenize
@@ -193,19 +192,15 @@ def _parse_binding(binding: str, imports: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _without_search_noise() -> Iterator[None]:
-    """Gin logs an error for every folder in which it looks for an included file in vain; `_find` says it once."""
-    noise = re.compile(r"Path not found")
-    root = python_logging.getLogger()
-
-    def drop(record: python_logging.LogRecord) -> bool:
-        return not noise.match(str(record.msg))
-
-    root.addFilter(drop)
+def _plain_files_only() -> Iterator[None]:
+    """Gin also looks for an included file inside Python packages of its folder's name: a folder `runs` in the working
+    directory would do for one, and break it. Files are found by `_find`'s rules alone."""
+    readers = gin.config._FILE_READERS
+    gin.config._FILE_READERS = [(open, os.path.isfile)]
     try:
         yield
     finally:
-        root.removeFilter(drop)
+        gin.config._FILE_READERS = readers
 
 
 def parse_gin_flags(
@@ -237,7 +232,7 @@ def parse_gin_flags(
     for path in search_paths[1:]:
         gin.add_config_file_search_path(path)
     try:
-        with _without_search_noise():
+        with _plain_files_only():
             for path in files:
                 gin.parse_config_file(path)
             for binding in bindings:

@@ -99,6 +99,15 @@ def test_includes_beside_the_file_and_from_another_directory(tmp_path, monkeypat
     assert gin.query_parameter("EVAL_STEPS/gin.macro.value") == 20
 
 
+def test_a_folder_of_the_same_name_in_the_working_directory_does_no_harm(tmp_path, monkeypatch):
+    """MODEL_DIR = 'runs/first' makes a folder `runs`, which Python would take for a package of that name."""
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    parse(files=["models/tiny.gin", "runs/bench.gin"])
+    assert gin.query_parameter("STEPS/gin.macro.value") == 50
+
+
 def test_bindings_by_alias_by_suffix_and_bare_strings(tmp_path):
     parse("train_script.train.eval_period=7", "DatasetConfig.memory_limit_bytes=5", f"MODEL_DIR={tmp_path}/a-b_1")
     assert gin.query_parameter("train.eval_period") == 7
