@@ -119,6 +119,7 @@ def _examples(
             seed=config.seed,
             num_epochs=1,
             use_cached=config.use_cached,
+            try_in_mem_cache=False,  # read once; `take` would make tf.data warn about a partial cache
         )
         return raw if count is None else raw.take(count)
 

@@ -73,6 +73,18 @@ def test_predictions_by_each_method(run, tmp_path):
     assert sample == again
 
 
+def test_prompts_are_continued(run, tmp_path):
+    """A task with inputs: the prediction is what follows them, and greedy does not look at the targets."""
+    task = ("MIXTURE_OR_TASK_NAME = 'python_stdlib_continuation'", "NUM_EXAMPLES = 8", "BATCH_SIZE = 8")
+    short = predict(run, tmp_path / "a", *task, "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 4}")
+    long = predict(run, tmp_path / "b", *task, "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 8}")
+    for x, y in zip(short, long, strict=True):
+        assert len(x["inputs"]) == 8 and x["inputs"] == y["inputs"] and y["targets"].startswith(x["targets"])
+        assert y["prediction"].startswith(x["prediction"]) and len(x["prediction"]) <= 5
+    with pytest.raises(ConfigError, match="no length for 'inputs'"):
+        predict(run, tmp_path / "c", *task, "TASK_FEATURE_LENGTHS = {'targets': 8}")
+
+
 @pytest.mark.parametrize(
     "bindings,message",
     [

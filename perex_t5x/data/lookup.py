@@ -75,7 +75,11 @@ def check_split(provider: Any, split: str) -> None:
 
 def check_feature_lengths(provider: Any, lengths: Any, converter_cls: type) -> dict[str, int]:
     """Returns the lengths of exactly the features that the model's converter takes."""
+    import seqio
+
     needed = list(converter_cls.TASK_FEATURES)
+    if issubclass(converter_cls, seqio.DecoderFeatureConverter) and "inputs" in provider.output_features:
+        needed.insert(0, "inputs")  # a prompt in front of the targets
     lacking = [f for f in needed if f not in provider.output_features]
     if lacking:
         raise ConfigError(
