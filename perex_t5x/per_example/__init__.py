@@ -1,0 +1,14 @@
+"""Exact statistics of per-example gradients for any JAX loss; depends on jax alone.
+
+from perex_t5x import per_example
+
+compute = per_example.grad_statistics(loss_fn, ("mean", "mean_square"))
+stats, aux = compute(params, batch)
+"""
+
+from perex_t5x.per_example.coverage import Coverage, coverage
+from perex_t5x.per_example.grad_statistics import grad_statistics
+from perex_t5x.per_example.results import GradStatistics, PerExample
+from perex_t5x.per_example.statistic import Statistic
+
+__all__ = ["Coverage", "GradStatistics", "PerExample", "Statistic", "coverage", "grad_statistics"]

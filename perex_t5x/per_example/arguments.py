@@ -1,0 +1,68 @@
+"""The arguments of a loss: which are differentiated, which have an example axis, and what is wrong with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """Positions among the loss's arguments, canonical."""
+
+    argnums: tuple[int, ...]
+    batch_argnums: tuple[int, ...]
+    rng_argnums: tuple[int, ...]
+    single: bool  # argnums was an int: the gradient is a tree, not a tuple of trees
+
+    @classmethod
+    def make(cls, argnums: Any, batch_argnums: Any, rng_argnums: Any) -> Roles:
+        single = isinstance(argnums, int)
+        roles = cls(_tuple(argnums), _tuple(batch_argnums), _tuple(rng_argnums), single)
+        if not roles.argnums:
+            raise ValueError("argnums is empty: name the arguments to differentiate.")
+        if not roles.batch_argnums:
+            raise ValueError("batch_argnums is empty: name the arguments that have an example axis.")
+        for a, b in ((roles.argnums, roles.batch_argnums), (roles.batch_argnums, roles.rng_argnums)):
+            if set(a) & set(b):
+                raise ValueError(f"argument {min(set(a) & set(b))} has two roles: argnums={a}, other={b}.")
+        return roles
+
+
+def _tuple(x: int | Sequence[int]) -> tuple[int, ...]:
+    return (x,) if isinstance(x, int) else tuple(x)
+
+
+def num_examples(arguments: Sequence[Any], roles: Roles) -> int:
+    """The common length of the leading axes; names the leaves that disagree."""
+    sizes: dict[str, int] = {}
+    for i in roles.batch_argnums:
+        if i >= len(arguments):
+            raise ValueError(f"batch_argnums names argument {i}, but the loss was given {len(arguments)}.")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arguments[i]):
+            name = f"argument {i}{jax.tree_util.keystr(path)}"
+            if jnp.ndim(leaf) == 0:
+                raise ValueError(f"{name} is a scalar: every leaf of a batch needs a leading axis of examples.")
+            sizes[name] = jnp.shape(leaf)[0]
+    if not sizes:
+        raise ValueError("the batch has no arrays.")
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise ValueError(f"the leaves of the batch have different numbers of examples: {listed}.")
+    (count,) = set(sizes.values())
+    if count == 0:
+        raise ValueError("the batch has zero examples.")
+    return count
+
+
+def check_divides(what: str, part: int, whole_name: str, whole: int) -> None:
+    if not isinstance(part, int) or part < 1:
+        raise ValueError(f"{what} = {part!r}: must be a positive whole number.")
+    if whole % part:
+        near = [d for d in range(1, whole + 1) if whole % d == 0]
+        best = min(near, key=lambda d: (abs(d - part), d))
+        raise ValueError(f"{what} = {part} does not divide {whole_name} = {whole}. Nearest that does: {best}.")

@@ -1,0 +1,84 @@
+"""Which form each parameter's gradient gets, before anything is run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from perex_t5x.per_example import grad_statistics as engine
+from perex_t5x.per_example.statistic import as_statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One parameter: its form (see `perex_t5x.per_example.forms`), and the bytes of gradients held while it is reduced."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    form: str
+    exact: bool
+    transient_bytes: int
+    note: str
+
+
+class Coverage(tuple):
+    """Rows, one per parameter; prints as a table."""
+
+    def __str__(self) -> str:
+        header = ("parameter", "shape", "form", "exact", "transient bytes", "note")
+        cells = [header] + [
+            (r.parameter, str(r.shape), r.form, "yes" if r.exact else "no", f"{r.transient_bytes:,}", r.note)
+            for r in self
+        ]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def coverage(
+    loss_fn: Callable[..., Any], *arguments: Any, statistics: Any = ("mean", "mean_square"), **options: Any
+) -> Coverage:
+    """Which form `grad_statistics(loss_fn, statistics, **options)` uses for each parameter of these arguments.
+
+    >>> rows = coverage(lambda w, x: jnp.sum(jnp.tanh(x @ w)), jnp.ones((3, 2)), jnp.ones((4, 3)))
+    >>> rows[0].form
+    'factored'
+    """
+    made = engine.grad_statistics(loss_fn, statistics, **options)
+    del made  # only to check the options
+    seen: list[Any] = []
+
+    def trace(*arguments: Any) -> Any:
+        stats, _, reduced = engine._compute(loss_fn, _options(statistics, options), arguments, None)
+        seen[:] = reduced
+        return stats
+
+    jax.eval_shape(trace, *arguments)
+    roles = _options(statistics, options).roles
+    differentiated = tuple(arguments[i] for i in roles.argnums)
+    target = differentiated[0] if roles.single else differentiated
+    return Coverage(
+        Row(
+            jax.tree_util.keystr(path, simple=True, separator="/"),
+            jnp.shape(leaf),
+            r.form,
+            True,
+            r.transient_bytes,
+            r.note,
+        )
+        for (path, leaf), r in zip(jax.tree_util.tree_leaves_with_path(target), seen, strict=True)
+    )
+
+
+def _options(statistics: Any, given: dict[str, Any]) -> Any:
+    defaults = dict(
+        method="surgery", argnums=0, batch_argnums=1, has_aux=False, group_size=1, microbatch_size=None, reduction="mean",
+        rng_argnums=(), norms=False, clip_norm=None, non_finite="keep", strict=False,
+    )  # fmt: skip
+    values = defaults | given
+    roles = engine.Roles.make(values.pop("argnums"), values.pop("batch_argnums"), values.pop("rng_argnums"))
+    return engine._Options(statistics=as_statistics(statistics), roles=roles, **values)
