@@ -1,7 +1,6 @@
 """Multi-head attention, grouped-query if configured, with the key/value cache of decoding."""
 
 # Fields carry their shapes in their names.
-# ruff: noqa: N815
 from __future__ import annotations
 
 import math

@@ -1,7 +1,6 @@
 """Beam search with T5's length penalty."""
 
 # Fields carry their shapes in their names.
-# ruff: noqa: N815
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -5,7 +5,6 @@ different lengths: each has its own position in the cache.
 """
 
 # Fields carry their shapes in their names.
-# ruff: noqa: N815
 from __future__ import annotations
 
 from collections.abc import Callable
