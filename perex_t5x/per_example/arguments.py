@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +28,23 @@ class Roles:
             raise ValueError("argnums is empty: name the arguments to differentiate.")
         if not roles.batch_argnums:
             raise ValueError("batch_argnums is empty: name the arguments that have an example axis.")
-        for a, b in ((roles.argnums, roles.batch_argnums), (roles.batch_argnums, roles.rng_argnums)):
-            if set(a) & set(b):
-                raise ValueError(f"argument {min(set(a) & set(b))} has two roles: argnums={a}, other={b}.")
+        every = [*roles.argnums, *roles.batch_argnums, *roles.rng_argnums]
+        for i in every:
+            if i < 0:
+                raise ValueError(f"argument {i}: count arguments from 0, negative positions are not supported.")
+            if every.count(i) > 1:
+                raise ValueError(
+                    f"argument {i} has two roles: argnums={roles.argnums}, batch_argnums={roles.batch_argnums}, "
+                    f"rng_argnums={roles.rng_argnums}."
+                )
         return roles
+
+    def check_arity(self, given: int) -> None:
+        """Raises if a role names an argument that was not given."""
+        for name in ("argnums", "batch_argnums", "rng_argnums"):
+            for i in getattr(self, name):
+                if i >= given:
+                    raise ValueError(f"{name} names argument {i}, but the loss was given {given}.")
 
 
 def _tuple(x: int | Sequence[int]) -> tuple[int, ...]:
@@ -39,10 +53,9 @@ def _tuple(x: int | Sequence[int]) -> tuple[int, ...]:
 
 def num_examples(arguments: Sequence[Any], roles: Roles) -> int:
     """The common length of the leading axes; names the leaves that disagree."""
+    roles.check_arity(len(arguments))
     sizes: dict[str, int] = {}
     for i in roles.batch_argnums:
-        if i >= len(arguments):
-            raise ValueError(f"batch_argnums names argument {i}, but the loss was given {len(arguments)}.")
         for path, leaf in jax.tree_util.tree_leaves_with_path(arguments[i]):
             name = f"argument {i}{jax.tree_util.keystr(path)}"
             if jnp.ndim(leaf) == 0:
@@ -60,7 +73,7 @@ def num_examples(arguments: Sequence[Any], roles: Roles) -> int:
 
 
 def check_divides(what: str, part: int, whole_name: str, whole: int) -> None:
-    if not isinstance(part, int) or part < 1:
+    if isinstance(part, bool) or not isinstance(part, int | np.integer) or part < 1:
         raise ValueError(f"{what} = {part!r}: must be a positive whole number.")
     if whole % part:
         near = [d for d in range(1, whole + 1) if whole % d == 0]

@@ -190,11 +190,16 @@ class Reducer:
             and ids.aval.shape[-1] == 1
             and all(isinstance(v, core.Var) and values[v][1] for v in (ids, updates))
         )
-        if not plain or "FILL_OR_DROP" not in str(eqn.params["mode"]):
+        with jax.ensure_compile_time_eval():
+            at_zero = [s.fn(_at_least_f32(pre(jnp.zeros((), updates.aval.dtype)))) for s in self.statistics]
+            finite = all(jnp.isfinite(z) for z in at_zero)
+        if not plain or not finite:  # φ(0) = -inf, say, cannot be taken away again
             return None
-        ids_NxT = values[ids][0].reshape(self.num_examples, -1)
+        ids_NxT = values[ids][0].reshape(self.num_examples, -1).astype(jnp.int32)
         rows_NxTxD = values[updates][0].reshape(self.num_examples, -1, table[1])
         num_rows = table[0]
+        if "CLIP" in str(eqn.params["mode"]):
+            ids_NxT = jnp.clip(ids_NxT, 0, num_rows - 1)
 
         def combine(ids_T: jax.Array, rows_TxD: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Distinct ids and the sums of their rows; unused places get the id `num_rows`, which is dropped."""
@@ -210,14 +215,12 @@ class Reducer:
 
         distinct_NxT, g_NxTxD = jax.vmap(combine)(ids_NxT, rows_NxTxD)
         g_NxTxD = _at_least_f32(pre(g_NxTxD))
-        nothing = _at_least_f32(pre(jnp.zeros((), rows_NxTxD.dtype)))
         scale = None if self.scales_N is None else self.scales_N[:, None, None].astype(g_NxTxD.dtype)
         weight = None if self.weights_N is None else self.weights_N[:, None, None]
         sums = []
-        for s in self.statistics:
-            at_zero = self._phi(s, nothing, None)
-            change = self._weighted(self._phi(s, g_NxTxD, scale) - at_zero, weight)
-            total = jnp.zeros(table, change.dtype) + self._total_weight(change.dtype) * at_zero
+        for s, zero in zip(self.statistics, at_zero, strict=True):
+            change = self._weighted(self._phi(s, g_NxTxD, scale) - zero, weight)
+            total = jnp.zeros(table, change.dtype) + self._total_weight(change.dtype) * zero
             sums.append(total.at[distinct_NxT].add(change, mode="drop"))
         squares = jnp.sum(jnp.square(g_NxTxD), axis=(1, 2)) if self.norms else None
         return Reduced(sums, squares, "sparse", 0)

@@ -301,7 +301,7 @@ def _results(
     differentiated = tuple(arguments[i] for i in options.roles.argnums)
     tree = jax.tree.structure(differentiated[0] if options.roles.single else differentiated)
     total = sums["weight"]
-    inverse = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
+    inverse = jnp.where(total != 0, 1.0 / jnp.where(total != 0, total, 1.0), 0.0)
     averages = {
         s.name: jax.tree.unflatten(tree, [leaf[k] * inverse.astype(leaf[k].dtype) for leaf in sums["statistics"]])
         for k, s in enumerate(options.statistics)

@@ -93,7 +93,8 @@ class GradStatistics:
         To smooth it over steps, average numerator and denominator (`noise_scale_parts`), never the ratio.
         """
         trace, square = self.noise_scale_parts()
-        return jnp.where(square > 0, trace / jnp.where(square > 0, square, 1.0), jnp.inf)
+        ratio = jnp.where(square > 0, trace / jnp.where(square > 0, square, 1.0), jnp.inf)
+        return jnp.where(jnp.isnan(square), jnp.nan, ratio)  # a single example says nothing about noise
 
     def noise_scale_parts(self) -> tuple[jax.Array, jax.Array]:
         """(tr Σ̂, |μ̂|²)."""

@@ -1,0 +1,212 @@
+"""What do per-example statistics cost? Plain gradient, vmap, `optax.microbatching.micro_grad`, surgery; in turns.
+
+    python -m perex_t5x.per_example.bench                       # the decoder of the documentation, scanned and unrolled
+    python -m perex_t5x.per_example.bench --model=mlp --rounds=9
+
+Mean and mean square (the plain gradient: the mean alone). Every program is timed all at once and at the microbatch size
+that is best for it, the plain gradient too. All programs take turns within a round; times are medians over rounds, with the
+spread (quartiles), as ratios to the plain gradient all at once and at its best. Temporary memory is the compiler's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+
+from perex_t5x.per_example.grad_statistics import grad_statistics
+
+FLAGS = flags.FLAGS
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """The decoder's sizes; the defaults are those of the documentation."""
+
+    width: int = 256
+    mlp: int = 1024
+    layers: int = 4
+    vocabulary: int = 8192
+    length: int = 256
+    examples: int = 16
+
+
+def decoder(size: Size, scanned: bool) -> tuple[Callable[..., Any], Any, Any]:
+    """A pre-norm decoder in plain JAX, with rematerialised layers where scanned."""
+    keys = jax.random.split(jax.random.key(0), 8)
+    d, f, n = size.width, size.mlp, size.layers
+
+    def weight(key: jax.Array, *shape: int) -> jax.Array:
+        return jax.random.normal(key, shape) * shape[-2] ** -0.5
+
+    params = {
+        "embedding": weight(keys[0], size.vocabulary, d),
+        "layers": {
+            "norm": jnp.ones((n, d)),
+            "qkv": weight(keys[1], n, d, 3 * d),
+            "out": weight(keys[2], n, d, d),
+            "mlp_norm": jnp.ones((n, d)),
+            "up": weight(keys[3], n, d, f),
+            "down": weight(keys[4], n, f, d),
+        },
+        "norm": jnp.ones(d),
+        "logits": weight(keys[5], d, size.vocabulary),
+    }
+
+    def normalized(x_BxTxD: jax.Array, scale_D: jax.Array) -> jax.Array:
+        return x_BxTxD * jax.lax.rsqrt(jnp.mean(x_BxTxD**2, axis=-1, keepdims=True) + 1e-6) * scale_D
+
+    def layer(x_BxTxD: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        b, t, _ = x_BxTxD.shape
+        qkv = (normalized(x_BxTxD, p["norm"]) @ p["qkv"]).reshape(b, t, 3, d // 64, 64)
+        attended = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
+        x_BxTxD = x_BxTxD + attended.reshape(b, t, d) @ p["out"]
+        return x_BxTxD + jax.nn.gelu(normalized(x_BxTxD, p["mlp_norm"]) @ p["up"]) @ p["down"], None
+
+    def loss(params: Any, ids_BxT: jax.Array) -> jax.Array:
+        x_BxTxD = params["embedding"][ids_BxT]
+        if scanned:
+            x_BxTxD, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x_BxTxD, params["layers"])
+        else:
+            for i in range(n):
+                x_BxTxD, _ = layer(x_BxTxD, jax.tree.map(lambda w, i=i: w[i], params["layers"]))
+        logits = (normalized(x_BxTxD, params["norm"]) @ params["logits"])[:, :-1]
+        targets = ids_BxT[:, 1:, None]
+        chosen = jnp.take_along_axis(logits, targets, axis=-1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+
+    ids = jax.random.randint(keys[6], (size.examples, size.length), 0, size.vocabulary)
+    return loss, params, ids
+
+
+def mlp(size: Size) -> tuple[Callable[..., Any], Any, Any]:
+    """Dense layers without a sequence axis: the factored form."""
+    keys = jax.random.split(jax.random.key(0), size.layers + 1)
+    d = 4 * size.width
+    params = [jax.random.normal(k, (d, d)) * d**-0.5 for k in keys[1:]]
+
+    def loss(params: Any, x_BxD: jax.Array) -> jax.Array:
+        for w in params:
+            x_BxD = jax.nn.relu(x_BxD @ w)
+        return jnp.mean(jnp.sum(x_BxD**2, axis=-1))
+
+    return loss, params, jax.random.normal(keys[0], (8 * size.examples, d))
+
+
+def programs(loss: Callable[..., Any], examples: int) -> dict[str, Callable[[int | None], Callable[..., Any]]]:
+    """Name -> function from a microbatch size to the program."""
+    from optax import microbatching
+
+    def plain(micro: int | None) -> Callable[..., Any]:
+        gradient = jax.value_and_grad(loss)
+        if micro is None:
+            return gradient
+
+        def run(params: Any, batch: Any) -> Any:
+            rows = batch.reshape(examples // micro, micro, *batch.shape[1:])
+
+            def add(total: Any, part: Any) -> tuple[Any, None]:
+                return jax.tree.map(jnp.add, total, gradient(params, part)), None
+
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(gradient, params, rows[0]))
+            total, _ = jax.lax.scan(add, zeros, rows)
+            return jax.tree.map(lambda x: x * (micro / examples), total)
+
+        return run
+
+    def micro_grad(micro: int | None) -> Callable[..., Any]:
+        return microbatching.micro_grad(
+            loss,
+            microbatch_size=micro,
+            accumulator=microbatching.AccumulationType.MEAN,
+            transform_fn=lambda g: (g, jax.tree.map(jnp.square, g)),
+        )
+
+    def loop(micro: int | None) -> Callable[..., Any]:
+        return grad_statistics(loss, method="vmap", microbatch_size=1)
+
+    return {
+        "plain": plain,
+        "loop": loop,
+        "vmap": lambda micro: grad_statistics(loss, method="vmap", microbatch_size=micro),
+        "micro_grad": micro_grad,
+        "surgery": lambda micro: grad_statistics(loss, microbatch_size=micro),
+    }
+
+
+def measure(
+    name: str, loss: Callable[..., Any], params: Any, batch: Any, sizes: Sequence[int], rounds: int
+) -> dict[str, Any]:
+    """Times every program at every microbatch size; returns one row per program."""
+    examples = batch.shape[0]
+    compiled: dict[tuple[str, int | None], Any] = {}
+    compile_seconds: dict[tuple[str, int | None], float] = {}
+    for program, make in programs(loss, examples).items():
+        for micro in (None,) if program == "loop" else (None, *sizes):
+            begun = time.perf_counter()
+            compiled[program, micro] = jax.jit(make(micro)).lower(params, batch).compile()
+            compile_seconds[program, micro] = time.perf_counter() - begun
+    times: dict[tuple[str, int | None], list[float]] = {key: [] for key in compiled}
+    for i in range(rounds + 1):
+        for key in list(compiled)[:: 1 if i % 2 else -1]:
+            begun = time.perf_counter()
+            jax.block_until_ready(compiled[key](params, batch))
+            if i:  # the first round warms up
+                times[key].append(time.perf_counter() - begun)
+    median = {key: statistics.median(t) for key, t in times.items()}
+    best = {p: min((k for k in median if k[0] == p), key=median.get) for p in {k[0] for k in median}}
+
+    def temp(key: Any) -> int:
+        return compiled[key].memory_analysis().temp_size_in_bytes
+
+    rows = {}
+    for program in dict.fromkeys(k[0] for k in compiled):
+        whole, fastest = (program, None), best[program]
+        quartiles = statistics.quantiles(times[whole], n=4) if rounds > 1 else [median[whole]] * 3
+        rows[program] = {
+            "time_all_at_once": median[whole] / median["plain", None],
+            "spread_all_at_once": [q / median["plain", None] for q in (quartiles[0], quartiles[2])],
+            "temp_all_at_once": temp(whole) / temp(("plain", None)),
+            "best_microbatch": fastest[1],
+            "time_at_best": median[fastest] / median[best["plain"]],
+            "temp_at_best": temp(fastest) / temp(best["plain"]),
+            "compile": compile_seconds[whole] / compile_seconds["plain", None],
+            "seconds_all_at_once": median[whole],
+        }
+    return {"model": name, "examples": examples, "rounds": rounds, "programs": rows}
+
+
+def main(_: Sequence[str]) -> None:
+    size = Size(examples=FLAGS.examples, layers=FLAGS.layers)
+    models = {
+        "scanned": lambda: decoder(size, True),
+        "unrolled": lambda: decoder(size, False),
+        "mlp": lambda: mlp(size),
+    }
+    for name in FLAGS.model or models:
+        loss, params, batch = models[name]()
+        sizes = sorted({s for s in (1, 2, 4, 8) if batch.shape[0] % s == 0 and s < batch.shape[0]})
+        result = measure(name, loss, params, batch, sizes, FLAGS.rounds)
+        print(json.dumps(result), flush=True)
+        for program, row in result["programs"].items():
+            print(
+                f"  {name:9} {program:11} all at once: time {row['time_all_at_once']:.2f}  temp {row['temp_all_at_once']:.2f}  "
+                f"compile {row['compile']:.2f}   at its best ({row['best_microbatch']}): time {row['time_at_best']:.2f}  "
+                f"temp {row['temp_at_best']:.2f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    flags.DEFINE_multi_enum("model", [], ["scanned", "unrolled", "mlp"], "What to measure; all by default.")
+    flags.DEFINE_integer("rounds", 7, "Rounds in which all programs take turns.")
+    flags.DEFINE_integer("examples", 16, "Examples of the decoder's batch.")
+    flags.DEFINE_integer("layers", 4, "Layers.")
+    app.run(main)
