@@ -128,7 +128,7 @@ class Restored:
 
 def absolute(path: str) -> str:
     """An absolute path; remote ones (gs://...) already are."""
-    return path if "://" in path else os.path.abspath(path)
+    return path.rstrip("/") if "://" in path else os.path.abspath(path)
 
 
 def data_dir(path: str) -> str:
@@ -178,14 +178,22 @@ def _whole_checkpoints(folder: epath.Path) -> list[str]:
 
 def check(path: str, shapes: TrainState, config: RestoreCheckpointConfig | None = None) -> None:
     """Raises `ConfigError` if `restore` with these arguments would: reads names and shapes only."""
-    _sources(path, flatten(shapes.state_dict()), config or RestoreCheckpointConfig())
+    _sources(path, {k: v for k, v in flatten(shapes.state_dict()).items() if k != "rng"}, config)
 
 
-def _sources(path: str, wanted: Mapping[str, Any], config: RestoreCheckpointConfig) -> dict[str, str]:
+def _sources(path: str, wanted: Mapping[str, Any], config: RestoreCheckpointConfig | None) -> dict[str, str]:
     """Which of the checkpoint's leaves each wanted leaf is read from; all of them have the wanted shapes."""
     saved = flatten(ocp.PyTreeCheckpointHandler().metadata(epath.Path(path) / "state").tree)
-    sources = _assign(path, wanted, saved, config)
-    _check_shapes(path, wanted, saved, sources)
+    try:
+        sources = _assign(path, wanted, saved, config or RestoreCheckpointConfig())
+        _check_shapes(path, wanted, saved, sources)
+    except ConfigError as e:
+        if config is not None:
+            raise
+        raise ConfigError(
+            f"{e} This is the run's own checkpoint, which is always restored as a whole: for a change like this begin "
+            f"another MODEL_DIR with RestoreCheckpointConfig.path = {path!r}."
+        ) from e
     return sources
 
 
@@ -204,14 +212,13 @@ def restore(
       config: assignment map, fallback, dtype; None: everything must match.
       parts: which top-level parts to read; evaluation reads only ('target',).
     """
-    config = config or RestoreCheckpointConfig()
     wanted = {k: v for k, v in flatten(shapes.state_dict()).items() if k.split("/")[0] in parts}
     places = flatten(shardings.state_dict())
     with ocp.PyTreeCheckpointer() as checkpointer:
         sources = _sources(path, wanted, config)
         item = {}
         for name, source in sources.items():
-            dtype = config.dtype if config.dtype and name.startswith("target/") else wanted[name].dtype
+            dtype = config.dtype if config and config.dtype and name.startswith("target/") else wanted[name].dtype
             item[source] = jax.ShapeDtypeStruct(wanted[name].shape, dtype, sharding=places[name])
         tree = traverse_util.unflatten_dict(item, sep="/")
         read = checkpointer.restore(

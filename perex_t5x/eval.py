@@ -7,11 +7,13 @@ SeqIO loggers write there.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from etils import epath
+
 from perex_t5x import checkpoints, gin_utils, run_dir
+from perex_t5x.data import lookup
 from perex_t5x.inference import paths_to_restore, restore_params
 from perex_t5x.inference_evaluation import InferenceEvaluator
 from perex_t5x.partitioning import PjitPartitioner
@@ -42,22 +44,25 @@ def evaluate(
       dry_run: stop after all checks.
     """
     paths = paths_to_restore(restore_checkpoint_cfg)
-    run_dir.prepare(output_dir)
+    lookup.check_evaluation(dataset_cfg, model.FEATURE_CONVERTER_CLS(), "DatasetConfig")
+    run_dir.prepare(output_dir, dry_run=dry_run)
     if dry_run:
         print(f"dry run: the configuration is fine. Would evaluate {', '.join(paths)}.")
         return {}
     summarize_config_fn(output_dir, None, 0)
     evaluator = InferenceEvaluator(model, partitioner, dataset_cfg, inference_evaluator_cls, output_dir)
     results = {}
+    lines = []
     for path in paths:
         params = restore_params(model, partitioner, path, restore_checkpoint_cfg)
         step = checkpoints.step_of(path) or 0
         results[step] = evaluator.evaluate(step, params)
-        with open(os.path.join(output_dir, "metrics.jsonl"), "a", encoding="utf-8") as f:
-            for task, metrics in results[step].items():
-                line = json.dumps({"step": step, "name": task, **metrics})
-                print(line)
-                f.write(line + "\n")
+        for task, metrics in results[step].items():
+            line = json.dumps({"step": step, "name": task, **metrics})
+            print(line)
+            lines.append(line + "\n")
+    written = epath.Path(output_dir) / "metrics.jsonl"
+    written.write_text((written.read_text() if written.exists() else "") + "".join(lines))
     return results
 
 

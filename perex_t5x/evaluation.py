@@ -9,19 +9,34 @@ from typing import Any
 
 import jax
 
-from perex_t5x.data.feed import Feed, make_feed
+from perex_t5x.data import lookup
+from perex_t5x.data.feed import Feed, batch_spec, make_feed
 from perex_t5x.errors import ConfigError
 from perex_t5x.metrics import MetricSums
+from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.trainer import Trainer
 from perex_t5x.utils import DatasetConfig
 
 
-def task_names(mixture_or_task_name: str) -> list[str]:
+def task_names(config: DatasetConfig) -> list[str]:
     """A task's own name, or those of a mixture's tasks; each is evaluated by itself."""
     import seqio
 
-    provider = seqio.get_mixture_or_task(mixture_or_task_name)
+    provider = lookup.get_mixture_or_task(config.mixture_or_task_name, config.module)
     return [task.name for task in seqio.get_subtasks(provider)]
+
+
+def check(partitioner: PjitPartitioner, model: Any, config: DatasetConfig, eval_steps: int | None) -> None:
+    """Raises `ConfigError` for anything that is wrong with a teacher-forced evaluation; reads no data."""
+    if eval_steps is not None and eval_steps < 1 and eval_steps != -1:
+        raise ConfigError(f"train.eval_steps = {eval_steps}: give at least 1, or None for the whole split.")
+    shards = partitioner.data_parallel_size
+    if config.batch_size % shards:
+        raise ConfigError(
+            f"train_eval/utils.DatasetConfig.batch_size = {config.batch_size} is not divisible by the {shards} "
+            "data shards of the mesh."
+        )
+    batch_spec(config, model.FEATURE_CONVERTER_CLS())
 
 
 class TrainEvaluator:
@@ -31,14 +46,7 @@ class TrainEvaluator:
     """
 
     def __init__(self, trainer: Trainer, config: DatasetConfig, eval_steps: int | None):
-        if eval_steps is not None and eval_steps < 1 and eval_steps != -1:
-            raise ConfigError(f"train.eval_steps = {eval_steps}: give at least 1, or None for the whole split.")
-        shards = trainer.partitioner.data_parallel_size
-        if config.batch_size % shards:
-            raise ConfigError(
-                f"train_eval/utils.DatasetConfig.batch_size = {config.batch_size} is not divisible by the {shards} "
-                "data shards of the mesh."
-            )
+        check(trainer.partitioner, trainer.model, config, eval_steps)
         self._trainer = trainer
         self._steps = None if eval_steps in (None, -1) else eval_steps
         converter = trainer.model.FEATURE_CONVERTER_CLS()
@@ -49,7 +57,7 @@ class TrainEvaluator:
                 pad_remainder=True,
                 repeat=False,
             )
-            for name in task_names(config.mixture_or_task_name)
+            for name in task_names(config)
         }
         self._compiled: Future[Any] | None = None
 

@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import os
 import re
+import sys
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any
 
 import gin
 from absl import logging
+from etils import epath
 from gin import config_parser
 
 from perex_t5x.errors import ConfigError, did_you_mean
@@ -40,7 +42,8 @@ def shipped_gin_dir() -> str:
 class _Scan:
     """What the files and bindings say, read without importing or configuring anything."""
 
-    imports: list[str] = field(default_factory=list)
+    imports: dict[str, str] = field(default_factory=dict)  # import line -> the name it gives
+    modules: dict[str, str] = field(default_factory=dict)  # that name -> the module it stands for
     defined: dict[str, Any] = field(default_factory=dict)  # macro -> last value, parsed
     used: dict[str, str] = field(default_factory=dict)  # macro -> where it is first used
 
@@ -80,9 +83,11 @@ def _scan_statements(text: Any, where: str, search_paths: Sequence[str], scan: _
             location = getattr(statement, "location", None)
             place = f"{where}, line {location.line_num}" if location else where
             if isinstance(statement, config_parser.ImportStatement):
-                line = statement.format()
-                if line not in scan.imports and "__gin__" not in line:
-                    scan.imports.append(line)
+                if not statement.module.startswith("__gin__"):
+                    name = statement.bound_name()
+                    whole = statement.is_from or statement.alias
+                    scan.imports[statement.format()] = name
+                    scan.modules[name] = statement.module if whole else name
             elif isinstance(statement, config_parser.IncludeStatement):
                 _scan_file(_find(statement.filename, search_paths, place), search_paths, scan)
             elif isinstance(statement, config_parser.BindingStatement) and not statement.arg_name:
@@ -156,7 +161,7 @@ def _parameters(configurable: Any) -> list[str]:
     return [name for name in inspect.signature(target).parameters if name != "self"]
 
 
-def _explain(e: Exception, imports: Sequence[str]) -> ConfigError:
+def _explain(e: Exception, scan: _Scan) -> ConfigError:
     """Turns gin's error into one that names the nearest known name. Gin's text already carries file and line."""
     text = re.sub(r"\n\s*In bindings string line \d+\n\s*", "\n  In --gin.", str(e))
     hint = ""
@@ -171,8 +176,7 @@ def _explain(e: Exception, imports: Sequence[str]) -> ConfigError:
         module = __import__(attribute[2], fromlist=[""])
         hint = did_you_mean(attribute[3], [n for n in dir(module) if not n.startswith("_")])
     elif unimported:
-        names = [line.split()[-1].split(".")[0] for line in imports]
-        hint = f"{did_you_mean(unimported[1], names)} Imported names: {', '.join(sorted(set(names)))}."
+        hint = f"{did_you_mean(unimported[1], scan.modules)} Imported names: {', '.join(sorted(scan.modules))}."
     elif unmatched:
         known = [selector for selector, _ in gin.config._REGISTRY.items()]  # pylint: disable=protected-access
         last = {k.rsplit(".", 1)[-1] for k in known}
@@ -180,15 +184,22 @@ def _explain(e: Exception, imports: Sequence[str]) -> ConfigError:
     return ConfigError(f"gin configuration: {text}\n {hint}".rstrip())
 
 
-def _parse_binding(binding: str, imports: Sequence[str]) -> None:
-    """Parses one command-line binding, in the files' names if it starts with one of them, else by any suffix."""
-    key = binding.partition("=")[0].strip()
-    root = key.rsplit("/", 1)[-1].split(".")[0]
-    aliases = {line.split()[-1].split(".")[0] for line in imports}
-    if "." not in key or root in aliases:
-        gin.parse_config(["from __gin__ import dynamic_registration", *imports, binding])
-    else:
-        gin.parse_config(binding)
+def _parse_binding(binding: str, scan: _Scan) -> None:
+    """Parses one command-line binding in the names that the files' imports give.
+
+    `Trainer.x` stands for `trainer.Trainer.x` if `trainer` is the first imported module with such a name; a name that no
+    module has is left to Gin's own registry.
+    """
+    key, _, value = (part.strip() for part in binding.partition("="))
+    scope, slash, selector = key.rpartition("/")
+    root = selector.split(".")[0]
+    if "." in selector and root not in scan.modules:
+        owners = [name for name, module in scan.modules.items() if hasattr(sys.modules.get(module), root)]
+        if not owners:
+            gin.parse_config(binding)
+            return
+        binding = f"{scope}{slash}{owners[0]}.{selector} = {value}"
+    gin.parse_config(["from __gin__ import dynamic_registration", *scan.imports, binding])
 
 
 @contextlib.contextmanager
@@ -236,13 +247,13 @@ def parse_gin_flags(
             for path in files:
                 gin.parse_config_file(path)
             for binding in bindings:
-                _parse_binding(binding, scan.imports)
+                _parse_binding(binding, scan)
         if finalize_config:
             gin.finalize()
     except ConfigError:
         raise
     except (ValueError, NameError, AttributeError, ImportError, TypeError, OSError, SyntaxError) as e:
-        raise _explain(e, scan.imports) from e
+        raise _explain(e, scan) from e
 
 
 def rewrite_gin_args(args: Sequence[str]) -> list[str]:
@@ -269,14 +280,14 @@ def summarize_gin_config(model_dir: str, summary_writer: Any = None, step: int =
     An existing file that differs is kept under `config.<n>.gin`: what a run was started with is never lost.
     """
     text = gin.config_str(max_line_length=120)
-    os.makedirs(model_dir, exist_ok=True)
-    path = Path(model_dir) / "config.gin"
-    if path.exists() and path.read_text(encoding="utf-8") != text:
+    path = epath.Path(model_dir) / "config.gin"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and path.read_text() != text:
         n = 1
-        while (older := path.with_name(f"config.{n}.gin")).exists():
+        while (older := path.parent / f"config.{n}.gin").exists():
             n += 1
         path.rename(older)
         logging.info("configuration changed: the former one is kept as %s", older)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text)
     if summary_writer is not None:
         summary_writer.write_texts(step, {"config": gin.markdown(text)})

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from absl import logging
+from etils import epath
 
 from perex_t5x import gin_utils, run_dir
 from perex_t5x.data import lookup
@@ -67,10 +68,9 @@ def infer(
                 f"infer.{name} = {value!r}: must be one of {', '.join(known)}.{did_you_mean(str(value), known)}"
             )
     path = paths_to_restore(restore_checkpoint_cfg)[-1]
-    provider = lookup.get_mixture_or_task(dataset_cfg.mixture_or_task_name, dataset_cfg.module)
-    lookup.check_split(provider, dataset_cfg.split)
     converter_cls = model.FEATURE_CONVERTER_CLS()
-    run_dir.prepare(output_dir)
+    provider = lookup.check_evaluation(dataset_cfg, converter_cls, "DatasetConfig")
+    run_dir.prepare(output_dir, dry_run=dry_run)
     if dry_run:
         print(f"dry run: the configuration is fine. Would {mode} with {path}.")
         return []
@@ -93,16 +93,16 @@ def infer(
     runner = BatchRunner(fn, partitioner, dataset_cfg.batch_size, random_seed)
     written = []
     for task in seqio.get_subtasks(provider):
-        lookup.check_feature_lengths(task, dataset_cfg.task_feature_lengths, converter_cls)
         texts, examples = _examples(task, dataset_cfg, converter_cls(pack=False), num_examples)
-        target = os.path.join(output_dir, f"{task.name}-{mode}.jsonl")
-        with open(target + ".partial", "w", encoding="utf-8") as f:
+        target = epath.Path(output_dir) / f"{task.name}-{mode}.jsonl"
+        partial = target.parent / f"{target.name}.partial"
+        with partial.open("w") as f:
             for index, result in runner(params, examples):
                 row = {"index": index, **next(texts), **_result(mode, result, model.output_vocabulary)}
                 f.write(json.dumps(row, ensure_ascii=False) + "\n")
-        os.replace(target + ".partial", target)
+        partial.replace(target)
         logging.info("wrote %s", target)
-        written.append(target)
+        written.append(os.fspath(target))
     return written
 
 

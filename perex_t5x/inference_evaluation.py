@@ -36,20 +36,26 @@ class InferenceEvaluator:
     ):
         import seqio
 
-        if config.pack:
-            raise ConfigError("infer_eval/utils.DatasetConfig.pack = True: rows of one example each are needed.")
-        provider = lookup.get_mixture_or_task(config.mixture_or_task_name, config.module)
-        lookup.check_split(provider, config.split)
+        converter_cls = model.FEATURE_CONVERTER_CLS()
+        provider = lookup.check_evaluation(config, converter_cls, "infer_eval/utils.DatasetConfig")
         self.tasks = [task.name for task in seqio.get_subtasks(provider)]
-        self._evaluator = (evaluator_cls or seqio.Evaluator)(
-            mixture_or_task_name=config.mixture_or_task_name,
-            feature_converter=model.FEATURE_CONVERTER_CLS()(pack=False),
-            eval_split=config.split,
-            use_cached=config.use_cached,
-            seed=config.seed,
-            sequence_length=config.task_feature_lengths,
-            log_dir=log_dir,
-        )
+        try:
+            self._evaluator = (evaluator_cls or seqio.Evaluator)(
+                mixture_or_task_name=config.mixture_or_task_name,
+                feature_converter=converter_cls(pack=False),
+                eval_split=config.split,
+                use_cached=config.use_cached,
+                seed=config.seed,
+                sequence_length=config.task_feature_lengths,
+                log_dir=log_dir,
+            )
+        except ValueError as e:
+            if "automatic sequence length detection" not in str(e):
+                raise
+            raise ConfigError(
+                f"{config.mixture_or_task_name!r} cuts its examples to a length, so TASK_FEATURE_LENGTHS = None ('the "
+                "longest') has no meaning for it: give lengths, for instance {'targets': 512}."
+            ) from e
         if not self._evaluator.eval_tasks:
             raise ConfigError(
                 f"none of {', '.join(self.tasks)} has both a split {config.split!r} and metric_fns: nothing to "

@@ -12,6 +12,7 @@ from concurrent.futures import Executor
 from typing import Any, Protocol, TextIO
 
 import jax
+import jax.numpy as jnp
 from absl import logging
 
 from perex_t5x.checkpoints import Checkpointer
@@ -105,6 +106,9 @@ class Loop:
         self._evaluators, self._checkpointer, self._writer = evaluators, checkpointer, writer
         self._last_step, self._eval_period, self._stats_period = last_step, eval_period, stats_period
         self._run_info, self._profile_steps, self._model_dir = run_info, profile_steps, model_dir
+        self._all_finite = jax.jit(
+            lambda tree: jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
+        )
         self._sums = MetricSums()
         self._clock = _Stopwatch()
         self._pending: tuple[int, Any] | None = None
@@ -134,6 +138,7 @@ class Loop:
                     self._pending = (step, metrics)
                     self._after_step(step, state, stopping=interrupts.signal is not None)
                     if interrupts.signal is not None:
+                        self._save(step, state, last=True)  # the signal may have come during an evaluation
                         self._checkpointer.wait()
                         raise KeyboardInterrupt(self._farewell(step))
         finally:
@@ -142,35 +147,50 @@ class Loop:
         return state
 
     def _farewell(self, step: int) -> str:
-        newest = self._checkpointer.latest_step()
-        if newest is None:
+        if not self._checkpointer.is_due(step, last=True):
             return f"Stopped at step {step} of {self._last_step}; nothing is saved (CheckpointConfig.save is None)."
         return (
-            f"Stopped at step {step} of {self._last_step}; checkpoint_{newest} is saved in {self._model_dir}. "
+            f"Stopped at step {step} of {self._last_step}; checkpoint_{step} is saved in {self._model_dir}. "
             "The same command resumes from it."
         )
 
     def close(self) -> None:
         if self._profiling:
             jax.profiler.stop_trace()
-        self._checkpointer.close()
-        self._writer.close()
+        try:
+            self._checkpointer.close()
+        finally:
+            self._writer.close()
 
     # --- after a step -------------------------------------------------------------------------------------------------
 
     def _after_step(self, step: int, state: TrainState, stopping: bool) -> None:
         last = stopping or step == self._last_step
         evaluate = self._evaluators and not stopping and (step % self._eval_period == 0 or last)
-        save = self._checkpointer.is_due(step, last)
-        if not (last or evaluate or save):
+        if not (last or evaluate or self._checkpointer.is_due(step, last)):
             return
         self._read_pending()  # also sees that the loss is finite before anything is saved
         with self._clock.paused():
-            if save:
-                run = {**self._run_info, "data": self._feed.position(step)}
-                self._checkpointer.save(state, run, self._feed if self._feed.has_state else None)
+            self._save(step, state, last)
             if evaluate:
                 self._evaluate(step, state.params)
+
+    def _save(self, step: int, state: TrainState, last: bool) -> None:
+        """Saves if it is due; never parameters that are not finite (the loss of a step is that before its update)."""
+        if not self._checkpointer.is_due(step, last):
+            return
+        if not self._all_finite(state.params):
+            raise TrainingError(f"the parameters after step {step} are not finite: {self._advice()}")
+        run = {**self._run_info, "data": self._feed.position(step)}
+        self._checkpointer.save(state, run, self._feed if self._feed.has_state else None)
+
+    def _advice(self) -> str:
+        newest = self._checkpointer.latest_step()
+        kept = f"checkpoint_{newest} is the newest whole one" if newest else "no checkpoint was written yet"
+        return (
+            f"stopped before saving; {kept}. Usual causes: a learning rate that is too high, too short a warm-up, or a "
+            "low-precision dtype."
+        )
 
     def _evaluate(self, step: int, params: Any) -> None:
         for evaluator in self._evaluators:
@@ -189,12 +209,7 @@ class Loop:
         self._pending = None
         objective, sums, scalars = jax.device_get((metrics["objective"], metrics["sums"], metrics["scalars"]))
         if not math.isfinite(objective):
-            newest = self._checkpointer.latest_step()
-            kept = f"checkpoint_{newest} is the newest whole one" if newest else "no checkpoint was written yet"
-            raise TrainingError(
-                f"the loss of step {step} is {objective}: stopped before saving it; {kept}. Usual causes: a learning "
-                "rate that is too high, too short a warm-up, or a low-precision dtype."
-            )
+            raise TrainingError(f"the loss of step {step} is {objective}: {self._advice()}")
         self._sums.add(sums, objective)
         self._latest["loss"] = float(sums["loss"] / max(sums["tokens"], 1.0))
         seconds = self._clock.seconds()

@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from perex_t5x.errors import TrainingError
 
 # bf16 FLOP/s of one chip, from the vendors' data sheets.
 PEAK_FLOPS = {
-    "TPU v2": 45e12,
-    "TPU v3": 123e12,
+    "TPU v2": 22.5e12,  # a jax device is one of a chip's two cores
+    "TPU v3": 61.5e12,  # likewise
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5e": 197e12,
@@ -113,7 +114,7 @@ class MetricsWriter:
         self._model_dir = model_dir
         self._enabled = enabled
         self._writers: dict[str, Any] = {}
-        self._path = os.path.join(model_dir, "metrics.jsonl")
+        self._path = epath.Path(model_dir) / "metrics.jsonl"
 
     def writer(self, name: str) -> Any:
         """The clu writer for one folder, made on first use."""
@@ -131,26 +132,31 @@ class MetricsWriter:
         try:
             self.writer(name).write_scalars(step, {k: np.float32(v) for k, v in scalars.items()})
             line = json.dumps({"step": step, "name": name, **{k: _json_number(v) for k, v in scalars.items()}})
-            with open(self._path, "a", encoding="utf-8") as f:
-                f.write(line + "\n")
+            self._append(line + "\n")
         except OSError as e:
             raise TrainingError(
                 f"cannot write metrics to {self._path}: {e.strerror or e}. Free some space or choose another "
                 "MODEL_DIR; the run continues from its last checkpoint when started again."
             ) from e
 
+    def _append(self, text: str) -> None:
+        if "://" not in os.fspath(self._path):
+            with open(self._path, "a", encoding="utf-8") as f:
+                f.write(text)
+        else:  # object stores cannot append
+            earlier = self._path.read_text() if self._path.exists() else ""
+            self._path.write_text(earlier + text)
+
     def forget_after(self, step: int) -> None:
         """Drops lines of steps after `step` from metrics.jsonl: a resumed run writes them anew."""
-        if not self._enabled or not os.path.exists(self._path):
+        if not self._enabled or not self._path.exists():
             return
-        with open(self._path, encoding="utf-8") as f:
-            lines = f.readlines()
+        lines = self._path.read_text().splitlines(keepends=True)
         kept = [line for line in lines if _step_of(line) <= step]
         if len(kept) < len(lines):
-            temporary = self._path + ".tmp"
-            with open(temporary, "w", encoding="utf-8") as f:
-                f.writelines(kept)
-            os.replace(temporary, self._path)
+            temporary = self._path.parent / "metrics.jsonl.tmp"
+            temporary.write_text("".join(kept))
+            temporary.replace(self._path)
 
     def close(self) -> None:
         for writer in self._writers.values():

@@ -179,7 +179,7 @@ class PjitPartitioner:
         logical_axis_rules: LogicalAxisRules | None = None,
         devices: Sequence[Any] | None = None,
     ):
-        if (num_partitions or model_parallel_submesh) and ici_mesh_shape:
+        if (num_partitions not in (None, 1) or model_parallel_submesh) and ici_mesh_shape:
             raise ConfigError("PjitPartitioner: give either num_partitions / model_parallel_submesh or ici_mesh_shape.")
         rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
         self.logical_axis_rules = tuple((name, axes) for name, axes in rules)

@@ -9,19 +9,24 @@ import tempfile
 from typing import Any
 
 import jax
+from etils import epath
 from flax import linen as nn
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.partitioning import path_name
 
 
-def prepare(model_dir: str, checkpoint_bytes: int = 0) -> None:
+def prepare(model_dir: str, checkpoint_bytes: int = 0, dry_run: bool = False) -> None:
     """Makes the folder; raises `ConfigError` if it cannot be written or has no room for one checkpoint.
+
+    A dry run leaves no folder behind that was not there.
 
     Remote folders (gs://...) are left to the storage layer.
     """
     if "://" in model_dir:
+        epath.Path(model_dir).mkdir(parents=True, exist_ok=True)
         return
+    existed = os.path.isdir(model_dir)
     try:
         os.makedirs(model_dir, exist_ok=True)
         with tempfile.TemporaryFile(dir=model_dir) as probe:
@@ -33,11 +38,13 @@ def prepare(model_dir: str, checkpoint_bytes: int = 0) -> None:
             "--gin.MODEL_DIR=..., or free some space."
         ) from e
     free = shutil.disk_usage(model_dir).free
+    if dry_run and not existed:
+        os.rmdir(model_dir)
     # The next checkpoint is written before an old one is removed.
     if free < checkpoint_bytes:
         raise ConfigError(
-            f"MODEL_DIR = {model_dir!r} has {free / 1e9:.2f} GB free, but one checkpoint of this run takes about "
-            f"{checkpoint_bytes / 1e9:.2f} GB. Free some space or choose another folder with --gin.MODEL_DIR=..."
+            f"MODEL_DIR = {model_dir!r} has {free / 1e6:,.1f} MB free, but one checkpoint of this run takes about "
+            f"{checkpoint_bytes / 1e6:,.1f} MB. Free some space or choose another folder with --gin.MODEL_DIR=..."
         )
 
 
@@ -66,5 +73,4 @@ def write_model_info(model_dir: str, boxed_params: Any, shardings: Any, summary:
         size = math.prod(value.shape)
         name = path_name([key for key in path if getattr(key, "name", None) != "value"])
         lines.append(f"{name:<64} {size:>14,}  {tuple(value.shape)!s:<24} {tuple(names)!s:<28} {sharding.spec}")
-    with open(os.path.join(model_dir, "model-info.txt"), "w", encoding="utf-8") as f:
-        f.write("\n".join([*lines, "", summary, ""]))
+    (epath.Path(model_dir) / "model-info.txt").write_text("\n".join([*lines, "", summary, ""]))

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from perex_t5x import checkpoints, gin_utils, loop, run_dir
+from perex_t5x import checkpoints, evaluation, gin_utils, loop, run_dir
 from perex_t5x.data import lookup
 from perex_t5x.data.feed import batch_spec, make_feed
 from perex_t5x.errors import ConfigError
@@ -76,6 +76,9 @@ def train(
       dry_run: stop after all checks, before the first compile.
     """
     started = time.monotonic()
+    if not isinstance(model_dir, str) or not model_dir:
+        raise ConfigError(f"MODEL_DIR = {model_dir!r}: give a path, as a string: --gin.MODEL_DIR=\"'runs/first'\".")
+    model_dir = os.path.expanduser(model_dir)
     _check(total_steps, relative_steps, eval_period, stats_period, use_hardware_rng)
     trainer = trainer_cls(model=model, partitioner=partitioner)
     trainer.check_batch_size(train_dataset_cfg.batch_size)
@@ -83,11 +86,15 @@ def train(
     logging.info("%s", partitioner.describe_batch(train_dataset_cfg.batch_size))
 
     spec = batch_spec(train_dataset_cfg, model.FEATURE_CONVERTER_CLS())
-    lookup.check_vocabulary(train_dataset_cfg.mixture_or_task_name, model.config.vocab_size)
+    lookup.check_vocabulary(train_dataset_cfg.mixture_or_task_name, model)
+    if train_eval_dataset_cfg is not None:
+        evaluation.check(partitioner, model, train_eval_dataset_cfg, eval_steps)
+    if infer_eval_dataset_cfg is not None:
+        lookup.check_evaluation(infer_eval_dataset_cfg, model.FEATURE_CONVERTER_CLS(), "infer_eval/utils.DatasetConfig")
     shapes, shardings, boxed_params = trainer.abstract_state({k: v.shape for k, v in spec.items()})
     summary = run_dir.summarize_model(boxed_params, shapes)
     logging.info("%s", summary)
-    run_dir.prepare(model_dir, run_dir.tree_bytes(shapes))
+    run_dir.prepare(model_dir, run_dir.tree_bytes(shapes), dry_run)
     source = _where_to_start(model_dir, checkpoint_cfg)
     own = source is not None and os.path.dirname(source) == checkpoints.absolute(model_dir)
     # A run goes on with all of its own state; what another one's checkpoint is used for is configurable.
@@ -129,7 +136,14 @@ def train(
     last_step = total_steps
     if relative_steps is not None:
         # A resumed run still stops where it set out to.
-        last_step = saved_run.get("last_step", first_step + relative_steps)
+        last_step = first_step + relative_steps
+        if saved_run.get("relative_steps") == relative_steps and saved_run["last_step"] > first_step:
+            last_step = saved_run["last_step"]
+    elif source is not None and not own and first_step >= total_steps:
+        raise ConfigError(
+            f"{source} is at step {first_step}, and TRAIN_STEPS = {total_steps} counts its steps, so there is nothing to "
+            f"train. Set TRAIN_STEPS above {first_step}, or TRAIN_STEPS_RELATIVE to the number of further steps."
+        )
     writer = MetricsWriter(model_dir, enabled=is_writer)
     writer.forget_after(first_step)
     writer.write(
@@ -151,7 +165,7 @@ def train(
         last_step=last_step,
         eval_period=eval_period,
         stats_period=stats_period or min(eval_period, 100),
-        run_info={"random_seed": seed, "last_step": last_step},
+        run_info={"random_seed": seed, "relative_steps": relative_steps, "last_step": last_step},
         profile_steps=profile_steps,
         model_dir=model_dir,
     )
@@ -218,7 +232,9 @@ def _initial_state(
 
     if source is None:
         return fresh()
-    restored = checkpoints.restore(source, shapes, shardings, restore_cfg)
+    # Another run's checkpoint gives parameters and optimizer state; the dropout of this run is its own.
+    parts = ("target", "state", "rng") if restore_cfg is None else ("target", "state")
+    restored = checkpoints.restore(source, shapes, shardings, restore_cfg, parts)
     base = fresh() if checkpoints.leaves_missing(shapes, restored) else shapes
     logging.info("starting from %s (step %d)", source, restored.step)
     return checkpoints.merge(base, restored)

@@ -109,7 +109,12 @@ def test_a_folder_of_the_same_name_in_the_working_directory_does_no_harm(tmp_pat
 
 
 def test_bindings_by_alias_by_suffix_and_bare_strings(tmp_path):
-    parse("train_script.train.eval_period=7", "DatasetConfig.memory_limit_bytes=5", f"MODEL_DIR={tmp_path}/a-b_1")
+    parse(
+        "train_script.train.eval_period=7",
+        "DatasetConfig.memory_limit_bytes=5",
+        f"MODEL_DIR={tmp_path}/a-b_1",
+        "Trainer.weight_metrics_computer=@trainer.WeightMetricsComputer()",  # a reference in the files' names, too
+    )
     assert gin.query_parameter("train.eval_period") == 7
     assert gin.query_parameter("DatasetConfig.memory_limit_bytes") == 5
     assert gin.query_parameter("MODEL_DIR/gin.macro.value") == f"{tmp_path}/a-b_1"

@@ -24,6 +24,7 @@ from perex_t5x.partitioning import (
         ({"model_parallel_submesh": (2, 2, 1, 1)}, (1, 2, 4)),
         ({"ici_mesh_shape": (2, 2, 2)}, (2, 2, 2)),
         ({"ici_mesh_shape": (4, 2)}, (1, 4, 2)),
+        ({"ici_mesh_shape": (4, 2), "num_partitions": 1}, (1, 4, 2)),  # 1 is what the run files bind
         ({"ici_mesh_shape": (2, 2), "dcn_mesh_shape": (2, 1, 1)}, (2, 2, 2)),
     ],
 )

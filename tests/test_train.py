@@ -200,19 +200,58 @@ def test_a_half_written_checkpoint_does_not_count(whole_run, tmp_path):
     assert checkpoints.newest(str(model_dir)) == str(model_dir / "checkpoint_8")
 
 
+def test_streaming_feed_of_a_run_that_starts_at_a_checkpoint(whole_run, tmp_path):
+    model_dir, _ = whole_run
+    streaming = ("train/utils.DatasetConfig.feed = 'streaming'", "train_script.train.train_eval_dataset_cfg = None")
+    finetune(tmp_path, model_dir / "checkpoint_8", *streaming)
+    step, _ = finetune(tmp_path, model_dir / "checkpoint_8", *streaming, "TRAIN_STEPS = 11")
+    assert step == 11 and list(tiny.losses(tmp_path)) == [9, 10, 11]
+
+
+def test_nothing_to_train_is_an_error_for_another_runs_checkpoint(whole_run, tmp_path):
+    model_dir, _ = whole_run
+    with pytest.raises(ConfigError, match="is at step 8, and TRAIN_STEPS = 5.*TRAIN_STEPS_RELATIVE"):
+        finetune(tmp_path, model_dir / "checkpoint_8", "TRAIN_STEPS = 5")
+
+
+def test_own_checkpoint_of_another_optimizer(whole_run):
+    model_dir, _ = whole_run
+    skip = "utils.RestoreCheckpointConfig.assignment_map = [('.*param_states.*', None)]"
+    with pytest.raises(ConfigError, match="run's own checkpoint.*another MODEL_DIR with RestoreCheckpointConfig.path"):
+        tiny.train(model_dir, "TRAIN_STEPS = 9", "OPTIMIZER = @optax.sgd", "optax.sgd.momentum = 0.9", skip)
+
+
+def test_a_signal_during_evaluation_saves_all_the_same(tmp_path, monkeypatch):
+    from perex_t5x.evaluation import TrainEvaluator
+
+    def evaluate(self, step, params):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    monkeypatch.setattr(TrainEvaluator, "evaluate", evaluate)
+    with pytest.raises(KeyboardInterrupt, match="checkpoint_2 is saved"):
+        tiny.train(tmp_path, "TRAIN_STEPS = 9", "EVAL_PERIOD = 2")
+    assert checkpoints.newest(str(tmp_path)).endswith("checkpoint_2")
+
+
+def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
+    """The loss of a step is that before its update, so a finite loss does not tell."""
+    constant = ("utils.create_learning_rate_scheduler.factors = 'constant'", "OPTIMIZER = @optax.sgd")
+    with pytest.raises(TrainingError, match="parameters after step 1 are not finite.*no checkpoint.*learning"):
+        tiny.train(tmp_path, "TRAIN_STEPS = 9", SAVE_AT.format(1), "BASE_LEARNING_RATE = 1e39", *constant)
+    assert checkpoints.newest(str(tmp_path)) is None
+
+
 def test_non_finite_loss_stops_before_saving(tmp_path):
     with pytest.raises(TrainingError, match="the loss of step .* is (nan|inf).*learning"):
         tiny.train(
             tmp_path,
             "TRAIN_STEPS = 20",
-            SAVE_AT.format(1),
-            "BASE_LEARNING_RATE = 1e30",
+            "BASE_LEARNING_RATE = 1e10",
             "WARMUP_STEPS = 1",
             "OPTIMIZER = @optax.sgd",
         )
-    for name in os.listdir(tmp_path):
-        if name.startswith("checkpoint_"):
-            assert np.isfinite(tiny.losses(tmp_path).get(int(name.split("_")[1]), 0.0))
+    assert checkpoints.newest(str(tmp_path)) is None
 
 
 def test_interrupt_saves_and_resumes(tmp_path):
@@ -241,7 +280,7 @@ def _interrupt_after_step(model_dir, step):
 
 def test_full_disk_is_found_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
-    with pytest.raises(ConfigError, match="MODEL_DIR.* GB free, but one checkpoint"):
+    with pytest.raises(ConfigError, match="MODEL_DIR.* MB free, but one checkpoint"):
         tiny.train(tmp_path, "TRAIN_STEPS = 1")
 
 
@@ -278,6 +317,13 @@ def test_failed_write_says_what_is_safe(tmp_path, monkeypatch):
             "USE_CACHED_TASKS",
         ),
         (["TRAIN_STEPS = 1", "train/utils.DatasetConfig.split = 'trian'"], "'trian'.*train, validation"),
+        (
+            ["TRAIN_STEPS = 1", "train_eval/utils.DatasetConfig.mixture_or_task_name = 'nosuch'"],
+            "'nosuch' is not a registered",
+        ),
+        (["TRAIN_STEPS = 1", "train_eval/utils.DatasetConfig.split = 'nosuch'"], "'nosuch'.*train, validation"),
+        (["TRAIN_STEPS = 1", "EVAL_STEPS = 0"], "train.eval_steps = 0"),
+        (["TRAIN_STEPS = 1", "MODEL_DIR = 2024"], "MODEL_DIR = 2024: give a path"),
         (
             ["TRAIN_STEPS = 1", "models.T5Config.vocab_size = 128"],
             "vocabulary of 259, but the model's vocab_size is 128",

@@ -128,13 +128,44 @@ def check_offline_cache(provider: Any, use_cached: bool) -> None:
             )
 
 
-def check_vocabulary(name: str, vocab_size: int) -> None:
-    """Raises if a task's ids go beyond the model's embedding; they would be looked up wrongly without a word."""
+def check_evaluation(cfg: Any, converter_cls: type, binding: str) -> Any:
+    """The task or mixture to predict or score, once everything that can be wrong with its configuration is not."""
+    provider = get_mixture_or_task(cfg.mixture_or_task_name, cfg.module)
+    check_split(provider, cfg.split)
+    check_offline_cache(provider, cfg.use_cached)
+    if cfg.pack:
+        raise ConfigError(f"{binding}.pack = True: predictions and scores need rows of one example each.")
+    if cfg.task_feature_lengths is not None:
+        check_feature_lengths(provider, cfg.task_feature_lengths, converter_cls)
+    return provider
+
+
+def _same_vocabulary(a: Any, b: Any) -> bool:
+    """By kind and file; without reading files, which may be far away."""
+    if type(a) is not type(b):
+        return False
+    path = "sentencepiece_model_file"
+    return getattr(a, path, None) == getattr(b, path, None)
+
+
+def check_vocabulary(name: str, model: Any) -> None:
+    """Raises if a task's ids are not the model's; they would be looked up or decoded wrongly without a word."""
     import seqio
 
+    vocab_size = model.config.vocab_size
+    models = {"targets": model.output_vocabulary, "inputs": getattr(model, "input_vocabulary", model.output_vocabulary)}
     for task in seqio.get_subtasks(seqio.get_mixture_or_task(name)):
         for feature, spec in task.output_features.items():
-            size = getattr(getattr(spec, "vocabulary", None), "vocab_size", 0)
+            vocabulary = getattr(spec, "vocabulary", None)
+            own = models.get(feature)
+            known = (seqio.ByteVocabulary, seqio.SentencePieceVocabulary)
+            if isinstance(vocabulary, known) and isinstance(own, known) and not _same_vocabulary(vocabulary, own):
+                raise ConfigError(
+                    f"Feature {feature!r} of task {task.name!r} is encoded with {vocabulary}, but the model's VOCABULARY "
+                    f"is {own}. Give the tasks the model's, tasks.register_all.vocabulary = %VOCABULARY (or a path), or "
+                    "bind VOCABULARY to the task's."
+                )
+            size = 0 if isinstance(vocabulary, seqio.SentencePieceVocabulary) else getattr(vocabulary, "vocab_size", 0)
             if size > vocab_size:
                 raise ConfigError(
                     f"Feature {feature!r} of task {task.name!r} has a vocabulary of {size}, but the model's vocab_size "

@@ -153,6 +153,8 @@ class StreamingFeed(Feed):
         with self._lock:
             if self._iterator is None or (step == 0 and not self._repeat):
                 self._start(sharding)
+                if self._restore_from is None:
+                    self._next_step = step  # a run that begins at another one's checkpoint: its stream begins here
             if step != self._next_step:
                 raise ValueError(
                     f"A streaming feed gives its batches in sequence: step {step} was asked for, "

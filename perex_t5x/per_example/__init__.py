@@ -8,7 +8,8 @@ stats, aux = compute(params, batch)
 
 from perex_t5x.per_example.coverage import Coverage, coverage
 from perex_t5x.per_example.grad_statistics import grad_statistics
+from perex_t5x.per_example.independent import check_independent
 from perex_t5x.per_example.results import GradStatistics, PerExample
 from perex_t5x.per_example.statistic import Statistic
 
-__all__ = ["Coverage", "GradStatistics", "PerExample", "Statistic", "coverage", "grad_statistics"]
+__all__ = ["Coverage", "GradStatistics", "PerExample", "Statistic", "check_independent", "coverage", "grad_statistics"]

@@ -47,6 +47,16 @@ class Roles:
                     raise ValueError(f"{name} names argument {i}, but the loss was given {given}.")
 
 
+def parameter_names(arguments: Sequence[Any], roles: Roles) -> list[str]:
+    """Names of the differentiated leaves, 'layers/w'; with several argnums the argument's number comes first."""
+    names = []
+    for i in roles.argnums:
+        prefix = "" if roles.single else f"{i}/"
+        for path, _ in jax.tree_util.tree_leaves_with_path(arguments[i]):
+            names.append(prefix + (jax.tree_util.keystr(path, simple=True, separator="/") or f"argument {i}"))
+    return names
+
+
 def _tuple(x: int | Sequence[int]) -> tuple[int, ...]:
     return (x,) if isinstance(x, int) else tuple(x)
 

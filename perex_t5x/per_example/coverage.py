@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from perex_t5x.per_example import grad_statistics as engine
+from perex_t5x.per_example.arguments import parameter_names
 from perex_t5x.per_example.statistic import as_statistics
 
 
@@ -48,8 +49,7 @@ def coverage(
     >>> rows[0].form
     'factored'
     """
-    made = engine.grad_statistics(loss_fn, statistics, **options)
-    del made  # only to check the options
+    engine.grad_statistics(loss_fn, statistics, **options)  # checks the options
     seen: list[Any] = []
 
     def trace(*arguments: Any) -> Any:
@@ -59,18 +59,10 @@ def coverage(
 
     jax.eval_shape(trace, *arguments)
     roles = _options(statistics, options).roles
-    differentiated = tuple(arguments[i] for i in roles.argnums)
-    target = differentiated[0] if roles.single else differentiated
+    leaves = jax.tree.leaves(tuple(arguments[i] for i in roles.argnums))
     return Coverage(
-        Row(
-            jax.tree_util.keystr(path, simple=True, separator="/"),
-            jnp.shape(leaf),
-            r.form,
-            True,
-            r.transient_bytes,
-            r.note,
-        )
-        for (path, leaf), r in zip(jax.tree_util.tree_leaves_with_path(target), seen, strict=True)
+        Row(name, jnp.shape(leaf), r.form, True, r.transient_bytes, r.note)
+        for name, leaf, r in zip(parameter_names(arguments, roles), leaves, seen, strict=True)
     )
 
 

@@ -156,6 +156,11 @@ class Reducer:
         l_NxI, r_NxJ = (
             _at_least_f32(pre_free).reshape(self.num_examples, -1) for pre_free in (values[left][0], values[right][0])
         )
+        # A power of two per example moves between the two, so that φ of either overflows no sooner than φ of the product.
+        peak_N = jnp.max(jnp.abs(r_NxJ), axis=1)
+        usable_N = jnp.isfinite(peak_N) & (peak_N > 0)
+        power_N = jnp.exp2(jnp.floor(jnp.log2(jnp.where(usable_N, peak_N, 1.0))))[:, None]
+        l_NxI, r_NxJ = l_NxI * power_N, r_NxJ / power_N
         # pre is a chain of casts and signs: linear with factor ±1, recovered on one number.
         sign = pre(jnp.ones((), eqn.outvars[0].aval.dtype)).astype(l_NxI.dtype)
         scale = None if self.scales_N is None else self.scales_N[:, None].astype(l_NxI.dtype)
@@ -168,7 +173,7 @@ class Reducer:
             phi_r = s.fn(r_NxJ)
             if self.weights_N is not None:
                 phi_r = jnp.where(self.weights_N[:, None] == 0, jnp.zeros_like(phi_r), phi_r)
-            total = jnp.einsum("ni,nj->ij", phi_l, phi_r, preferred_element_type=phi_l.dtype)
+            total = jnp.einsum("ni,nj->ij", phi_l, phi_r, precision=eqn.params["precision"])
             sums.append(total.reshape(eqn.outvars[0].aval.shape))
         squares = None
         if self.norms:

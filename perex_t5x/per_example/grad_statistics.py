@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from perex_t5x.per_example import jaxprs, surgery
-from perex_t5x.per_example.arguments import Roles, check_divides, num_examples
+from perex_t5x.per_example.arguments import Roles, check_divides, num_examples, parameter_names
 from perex_t5x.per_example.forms import Reduced, Reducer
 from perex_t5x.per_example.results import GradStatistics, PerExample
 from perex_t5x.per_example.statistic import Statistic, as_statistics
@@ -162,6 +162,8 @@ def _compute(
         sums, per_unit = jax.lax.scan(add, zeros, xs)
         per_unit = jax.tree.map(lambda x: x.reshape(units, *x.shape[2:]), per_unit)
         reduced = seen
+    if options.strict:
+        _refuse_kept(reduced, parameter_names(arguments, roles))
     return (*_results(options, arguments, sums, per_unit, count), reduced)
 
 
@@ -218,7 +220,7 @@ def _chunk(
     def reduce(statistics: Any, weights: Any, scales: Any, norms: bool) -> Any:
         reducer = Reducer(statistics, units, weights, scales, norms)
         run = _by_vmap if options.method == "vmap" else _by_surgery
-        return run(gradient, reducer, differentiated, others, batch, indices, options.strict)
+        return run(gradient, reducer, differentiated, others, batch, indices)
 
     two_passes = options.clip_norm is not None or options.non_finite == "skip"
     scales = None
@@ -249,7 +251,7 @@ def _chunk(
 
 
 def _by_surgery(
-    gradient: Any, reducer: Reducer, differentiated: Any, others: Any, batch: Any, indices: Any, strict: bool
+    gradient: Any, reducer: Reducer, differentiated: Any, others: Any, batch: Any, indices: Any
 ) -> tuple[Any, list[Reduced]]:
     row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (batch, indices))
     program, out = jax.make_jaxpr(gradient, return_shape=True)(differentiated, others, *row)
@@ -267,8 +269,6 @@ def _by_surgery(
             reducer,
         )
     ordered = [reduced[first + i] for i in range(num_grads)]
-    if strict:
-        _refuse_kept(ordered, differentiated)
     results = [
         None if i >= first else r if f else jnp.broadcast_to(r, (reducer.num_examples, *jnp.shape(r)))
         for i, (r, f) in enumerate(zip(results, flags, strict=True))
@@ -278,19 +278,18 @@ def _by_surgery(
 
 
 def _by_vmap(
-    gradient: Any, reducer: Reducer, differentiated: Any, others: Any, batch: Any, indices: Any, strict: bool
+    gradient: Any, reducer: Reducer, differentiated: Any, others: Any, batch: Any, indices: Any
 ) -> tuple[Any, list[Reduced]]:
     """The reference: all gradients, then φ, then the sum."""
     (_, per_unit), grads = jax.vmap(gradient, in_axes=(None, None, 0, 0))(differentiated, others, batch, indices)
     return per_unit, [reducer.all_at_once(g, "vmap") for g in jax.tree.leaves(grads)]
 
 
-def _refuse_kept(reduced: list[Reduced], differentiated: Any) -> None:
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(differentiated)]
-    for path, r in zip(paths, reduced, strict=True):
+def _refuse_kept(reduced: list[Reduced], names: list[str]) -> None:
+    for name, r in zip(names, reduced, strict=True):
         if r.form == "kept":
             raise ValueError(
-                f"strict=True: the gradient of parameter {path} {r.note}, so it would be held for all examples "
+                f"strict=True: the gradient of parameter {name} {r.note}, so it would be held for all examples "
                 f"({r.transient_bytes:,} bytes). Without strict=True it is, exactly."
             )
 

@@ -6,20 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from loop_reference import STATISTICS, assert_matches, single_gradients
 
 from perex_t5x import per_example
-from perex_t5x.per_example.statistic import as_statistics
-
-STATISTICS = as_statistics(
-    [
-        "mean",
-        "mean_square",
-        "mean_sign",
-        per_example.Statistic("power", lambda g: jnp.abs(g) ** 1.5),
-        per_example.Statistic("tanh", jnp.tanh),
-        per_example.Statistic("cos", jnp.cos),
-    ]
-)
 
 
 def keys(n):
@@ -28,41 +17,6 @@ def keys(n):
 
 def normal(key, *shape):
     return jax.random.normal(key, shape)
-
-
-def single_gradients(loss, params, batch, scale=1.0):
-    """One gradient an example, by a Python loop."""
-    count = jax.tree.leaves(batch)[0].shape[0]
-    grad = jax.jit(jax.grad(loss))
-    rows = [grad(params, jax.tree.map(lambda x, i=i: x[i : i + 1], batch)) for i in range(count)]
-    return [jax.tree.map(lambda g: scale * np.asarray(g, np.float64), g) for g in rows]
-
-
-def averages(gradients, weights=None):
-    weights = np.ones(len(gradients)) if weights is None else np.asarray(weights, np.float64)
-
-    def average(fn, *leaves):
-        phis = [np.asarray(fn(jnp.asarray(x, jnp.float32)), np.float64) for x in leaves]
-        return sum(w * p for w, p in zip(weights, phis, strict=True) if w) / weights.sum()
-
-    return {s.name: jax.tree.map(functools.partial(average, s.fn), *gradients) for s in STATISTICS}
-
-
-def assert_equal(actual, expected, gradients, rtol=1e-5):
-    """Relative to the largest entry of a leaf; signs only where no example's gradient is within rounding of zero."""
-    smallest = jax.tree.map(lambda *g: np.min(np.abs(np.stack(g)), axis=0), *gradients)
-    largest = jax.tree.map(lambda *g: np.max(np.abs(np.stack(g))), *gradients)
-    for name, tree in expected.items():
-        for path, e in jax.tree_util.tree_leaves_with_path(tree):
-            a = functools.reduce(lambda t, k: t[getattr(k, "key", getattr(k, "idx", None))], path, actual[name])
-            a = np.asarray(a, np.float64)
-            if name == "mean_sign":
-                low = functools.reduce(lambda t, k: t[getattr(k, "key", getattr(k, "idx", None))], path, smallest)
-                high = functools.reduce(lambda t, k: t[getattr(k, "key", getattr(k, "idx", None))], path, largest)
-                sure = low > 1e-5 * high
-                a, e = np.where(sure, a, 0), np.where(sure, e, 0)
-            scale = max(np.max(np.abs(e)), 1e-12)
-            np.testing.assert_allclose(a / scale, e / scale, atol=rtol, err_msg=f"{name} {jax.tree_util.keystr(path)}")
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -190,7 +144,7 @@ def test_against_the_loop(name):
     loss, params, batch = CASES[name]()
     gradients = single_gradients(loss, params, batch)
     stats, aux = jax.jit(per_example.grad_statistics(loss, STATISTICS, norms=True))(params, batch)
-    assert_equal(stats.averages, averages(gradients), gradients)
+    assert_matches(stats, gradients, STATISTICS)
     norms = [np.sqrt(sum(np.sum(x**2) for x in jax.tree.leaves(g))) for g in gradients]
     np.testing.assert_allclose(aux.norms, norms, rtol=1e-5)
     values = [float(loss(params, jax.tree.map(lambda x, i=i: x[i : i + 1], batch))) for i in range(6)]
@@ -205,7 +159,7 @@ def test_options_that_change_no_number(options):
     loss, params, batch = layers(True, True, POLICIES["nothing"])
     gradients = single_gradients(loss, params, batch)
     stats, aux = jax.jit(per_example.grad_statistics(loss, STATISTICS, norms=True, **options))(params, batch)
-    assert_equal(stats.averages, averages(gradients), gradients)
+    assert_matches(stats, gradients, STATISTICS)
     assert aux.values.shape == aux.norms.shape == (6,)
 
 
@@ -216,7 +170,7 @@ def test_weights(microbatch_size):
     gradients = single_gradients(loss, params, batch)
     compute = per_example.grad_statistics(loss, STATISTICS, microbatch_size=microbatch_size)
     stats, _ = jax.jit(lambda p, b, w: compute(p, b, weights=w))(params, batch, weights)
-    assert_equal(stats.averages, averages(gradients, weights), gradients)
+    assert_matches(stats, gradients, STATISTICS, weights)
     assert int(stats.count) == 4
     assert float(stats.weight_sum) == 5.0 and float(stats.weight_square_sum) == 8.5
 
@@ -239,7 +193,7 @@ def test_non_finite_examples_are_skipped():
     compute = per_example.grad_statistics(loss, STATISTICS, non_finite="skip")
     stats, aux = jax.jit(compute)(params, (x.at[2].set(jnp.inf), y))
     kept = gradients[:2] + gradients[3:]
-    assert_equal(stats.averages, averages(kept), kept)
+    assert_matches(stats, kept, STATISTICS)
     assert int(stats.count) == 5 and int(aux.non_finite) == 1
 
 
@@ -250,7 +204,7 @@ def test_clipping_inside_phi():
     limit = float(np.median(norms))
     clipped = [jax.tree.map(lambda x, n=n: x * min(1.0, limit / n), g) for g, n in zip(gradients, norms, strict=True)]
     stats, aux = jax.jit(per_example.grad_statistics(loss, STATISTICS, clip_norm=limit, norms=True))(params, batch)
-    assert_equal(stats.averages, averages(clipped), clipped)
+    assert_matches(stats, clipped, STATISTICS)
     np.testing.assert_allclose(aux.norms, norms, rtol=1e-5)  # of the gradients before clipping
 
 
@@ -259,7 +213,7 @@ def test_groups_of_consecutive_examples():
     gradients = single_gradients(loss, params, batch)
     groups = [jax.tree.map(lambda a, b: (a + b) / 2, *gradients[i : i + 2]) for i in (0, 2, 4)]
     stats, _ = jax.jit(per_example.grad_statistics(loss, STATISTICS, group_size=2))(params, batch)
-    assert_equal(stats.averages, averages(groups), groups)
+    assert_matches(stats, groups, STATISTICS)
     assert int(stats.count) == 6 and int(stats.num_groups) == 3
 
 
@@ -293,8 +247,8 @@ def test_dropout_keys_belong_to_examples():
         for i in range(6)
     ]
     rows = [jax.tree.map(lambda g: np.asarray(g, np.float64), g) for g in rows]
-    assert_equal(stats.averages, averages(rows), rows)
-    assert_equal(split.averages, averages(rows), rows)
+    assert_matches(stats, rows, STATISTICS)
+    assert_matches(split, rows, STATISTICS)
 
 
 def test_aux_tuples_and_other_arguments():
