@@ -197,8 +197,8 @@ def main(_: Sequence[str]) -> None:
         print(json.dumps(result), flush=True)
         for program, row in result["programs"].items():
             print(
-                f"  {name:9} {program:11} all at once: time {row['time_all_at_once']:.2f}  temp {row['temp_all_at_once']:.2f}  "
-                f"compile {row['compile']:.2f}   at its best ({row['best_microbatch']}): time {row['time_at_best']:.2f}  "
+                f"  {name:9} {program:11} all at once: time {row['time_all_at_once']:.2f}  "
+                f"temp {row['temp_all_at_once']:.2f}  compile {row['compile']:.2f}   at its best ({row['best_microbatch']}): time {row['time_at_best']:.2f}  "
                 f"temp {row['temp_at_best']:.2f}",
                 flush=True,
             )

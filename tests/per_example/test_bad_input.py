@@ -150,7 +150,7 @@ def test_strict_names_the_parameter_and_the_reason():
     with pytest.raises(ValueError) as caught:
         compute(solved, (params, X), strict=True)
     message = str(caught.value)
-    assert "['layer']['w']" in message and table[0].note in message and f"{table[0].transient_bytes:,}" in message
+    assert "parameter layer/w " in message and table[0].note in message and f"{table[0].transient_bytes:,}" in message
     compute(solved, (params, X))  # and without it there is no error
 
 
