@@ -196,10 +196,10 @@ def main(_: Sequence[str]) -> None:
         result = measure(name, loss, params, batch, sizes, FLAGS.rounds)
         print(json.dumps(result), flush=True)
         for program, row in result["programs"].items():
+            whole = "time {time_all_at_once:.2f}  temp {temp_all_at_once:.2f}  compile {compile:.2f}".format(**row)
+            best = "time {time_at_best:.2f}  temp {temp_at_best:.2f}".format(**row)
             print(
-                f"  {name:9} {program:11} all at once: time {row['time_all_at_once']:.2f}  "
-                f"temp {row['temp_all_at_once']:.2f}  compile {row['compile']:.2f}   at its best ({row['best_microbatch']}): time {row['time_at_best']:.2f}  "
-                f"temp {row['temp_at_best']:.2f}",
+                f"  {name:9} {program:11} all at once: {whole}   at its best ({row['best_microbatch']}): {best}",
                 flush=True,
             )
 
