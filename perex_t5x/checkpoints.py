@@ -176,9 +176,14 @@ def _whole_checkpoints(folder: epath.Path) -> list[str]:
     return [path for _, path in steps if (epath.Path(path) / "state").exists()]
 
 
-def check(path: str, shapes: TrainState, config: RestoreCheckpointConfig | None = None) -> None:
-    """Raises `ConfigError` if `restore` with these arguments would: reads names and shapes only."""
-    _sources(path, {k: v for k, v in flatten(shapes.state_dict()).items() if k != "rng"}, config)
+def check(path: str, shapes: TrainState, config: RestoreCheckpointConfig | None = None) -> int:
+    """Raises `ConfigError` if `restore` with these arguments would; reads names and shapes only.
+
+    Returns:
+      The step that the run would begin at.
+    """
+    sources = _sources(path, {k: v for k, v in flatten(shapes.state_dict()).items() if k != "rng"}, config)
+    return (step_of(path) or 0) if "state/step" in sources else 0
 
 
 def _sources(path: str, wanted: Mapping[str, Any], config: RestoreCheckpointConfig | None) -> dict[str, str]:

@@ -99,8 +99,12 @@ def train(
     own = source is not None and os.path.dirname(source) == checkpoints.absolute(model_dir)
     # A run goes on with all of its own state; what another one's checkpoint is used for is configurable.
     restore_cfg = None if own else checkpoint_cfg.restore
-    if source is not None:
-        checkpoints.check(source, shapes, restore_cfg)
+    start = checkpoints.check(source, shapes, restore_cfg) if source is not None else 0
+    if source is not None and not own and relative_steps is None and start >= total_steps:
+        raise ConfigError(
+            f"{source} is at step {start}, and TRAIN_STEPS = {total_steps} counts its steps, so there is nothing to train. "
+            f"Set TRAIN_STEPS above {start}, or TRAIN_STEPS_RELATIVE to the number of further steps."
+        )
     if dry_run:
         print(
             f"dry run: the configuration is fine. {summary}. Starts from {source or 'scratch'}. Nothing was compiled."
@@ -139,11 +143,6 @@ def train(
         last_step = first_step + relative_steps
         if saved_run.get("relative_steps") == relative_steps and saved_run["last_step"] > first_step:
             last_step = saved_run["last_step"]
-    elif source is not None and not own and first_step >= total_steps:
-        raise ConfigError(
-            f"{source} is at step {first_step}, and TRAIN_STEPS = {total_steps} counts its steps, so there is nothing to "
-            f"train. Set TRAIN_STEPS above {first_step}, or TRAIN_STEPS_RELATIVE to the number of further steps."
-        )
     writer = MetricsWriter(model_dir, enabled=is_writer)
     writer.forget_after(first_step)
     writer.write(

@@ -192,7 +192,7 @@ def main(_: Sequence[str]) -> None:
     }
     for name in FLAGS.model or models:
         loss, params, batch = models[name]()
-        sizes = sorted({s for s in (1, 2, 4, 8) if batch.shape[0] % s == 0 and s < batch.shape[0]})
+        sizes = [int(s) for s in FLAGS.microbatches if batch.shape[0] % int(s) == 0]
         result = measure(name, loss, params, batch, sizes, FLAGS.rounds)
         print(json.dumps(result), flush=True)
         for program, row in result["programs"].items():
@@ -206,7 +206,8 @@ def main(_: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_multi_enum("model", [], ["scanned", "unrolled", "mlp"], "What to measure; all by default.")
-    flags.DEFINE_integer("rounds", 7, "Rounds in which all programs take turns.")
+    flags.DEFINE_integer("rounds", 5, "Rounds in which all programs take turns.")
+    flags.DEFINE_list("microbatches", ["1", "4"], "Microbatch sizes to try, besides all at once.")
     flags.DEFINE_integer("examples", 16, "Examples of the decoder's batch.")
     flags.DEFINE_integer("layers", 4, "Layers.")
     app.run(main)
