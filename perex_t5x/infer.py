@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from absl import logging
 from etils import epath
@@ -20,11 +21,11 @@ from perex_t5x import gin_utils, run_dir
 from perex_t5x.data import lookup
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.inference import BatchRunner, paths_to_restore, restore_params
+from perex_t5x.models import decoding
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig
 
 MODES = ("predict", "score", "predict_with_aux")
-METHODS = ("greedy", "temperature", "beam")
 
 
 def infer(
@@ -62,11 +63,10 @@ def infer(
     """
     import seqio
 
-    for name, value, known in (("mode", mode, MODES), ("decode_method", decode_method, METHODS)):
-        if value not in known:
-            raise ConfigError(
-                f"infer.{name} = {value!r}: must be one of {', '.join(known)}.{did_you_mean(str(value), known)}"
-            )
+    if mode not in MODES:
+        raise ConfigError(f"infer.mode = {mode!r}: must be one of {', '.join(MODES)}.{did_you_mean(str(mode), MODES)}")
+    keys = jax.random.key(random_seed)
+    decoding.check_arguments(decode_method, keys, num_decodes, temperature, top_k, 0.6, None)
     path = paths_to_restore(restore_checkpoint_cfg)[-1]
     converter_cls = model.FEATURE_CONVERTER_CLS()
     provider = lookup.check_evaluation(dataset_cfg, converter_cls, "DatasetConfig")
