@@ -30,12 +30,7 @@ def check(partitioner: PjitPartitioner, model: Any, config: DatasetConfig, eval_
     """Raises `ConfigError` for anything that is wrong with a teacher-forced evaluation; reads no data."""
     if eval_steps is not None and eval_steps < 1 and eval_steps != -1:
         raise ConfigError(f"train.eval_steps = {eval_steps}: give at least 1, or None for the whole split.")
-    shards = partitioner.data_parallel_size
-    if config.batch_size % shards:
-        raise ConfigError(
-            f"train_eval/utils.DatasetConfig.batch_size = {config.batch_size} is not divisible by the {shards} "
-            "data shards of the mesh."
-        )
+    partitioner.check_batch(config.batch_size, "train_eval/utils.DatasetConfig.batch_size")
     batch_spec(config, model.FEATURE_CONVERTER_CLS())
 
 

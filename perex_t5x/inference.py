@@ -54,11 +54,7 @@ class BatchRunner:
     """
 
     def __init__(self, fn: Callable[..., Any], partitioner: PjitPartitioner, batch_size: int, seed: int = 0):
-        shards = partitioner.data_parallel_size
-        if batch_size % shards:
-            raise ConfigError(
-                f"DatasetConfig.batch_size = {batch_size} is not divisible by the {shards} data shards of the mesh."
-            )
+        partitioner.check_batch(batch_size, "DatasetConfig.batch_size")
         self._partitioner, self._batch_size = partitioner, batch_size
         self._key = jax.random.key(seed)
         self._fn = jax.jit(self._traced(fn), out_shardings=partitioner.replicated)

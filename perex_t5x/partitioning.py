@@ -285,6 +285,12 @@ class PjitPartitioner:
                 f"Change the model, or set PjitPartitioner.num_partitions to a divisor of {common}."
             )
 
+    def check_batch(self, batch_size: int, binding: str) -> None:
+        """Raises unless a global batch splits evenly over the data shards."""
+        shards = self.data_parallel_size
+        if batch_size % shards:
+            raise ConfigError(f"{binding} = {batch_size} is not divisible by the {shards} data shards of the mesh.")
+
     def describe_batch(self, batch_size: int) -> str:
         """One line that settles what BATCH_SIZE means, e.g. 'global batch 128 = 8 data shards x 16'."""
         shards = self.data_parallel_size

@@ -150,8 +150,6 @@ def test_written_configuration_can_be_read_again(tmp_path):
 
 
 ALL_FILES = sorted(str(p.relative_to(SHIPPED)) for p in SHIPPED.rglob("*.gin"))
-# What a file needs beside itself to be a whole configuration.
-MODEL_FOR_RUN = {"runs/quickstart.gin": []}
 VALUES = {
     "MODEL_DIR": "'x'", "TRAIN_STEPS": "1", "MIXTURE_OR_TASK_NAME": "'python_stdlib_lm'",
     "TASK_FEATURE_LENGTHS": "{'targets': 8}", "INITIAL_CHECKPOINT_PATH": "'x'", "CHECKPOINT_PATH": "'x'",
@@ -172,9 +170,8 @@ def required_by(files):
 
 @pytest.mark.parametrize("name", ALL_FILES)
 def test_every_shipped_file_parses_and_its_model_initialises(name):
-    files = [name]
-    if (name.startswith(("runs/", "meshes/")) and name not in MODEL_FOR_RUN) or name.startswith("optimizers/"):
-        files = ["models/tiny.gin", name]
+    brings_its_model = name.startswith("models/") or name == "runs/quickstart.gin"
+    files = [name] if brings_its_model else ["models/tiny.gin", name]
     gin_utils.parse_gin_flags([], files, required_by(files))
     cls = models.EncoderDecoderModel if "t5" in name else models.DecoderOnlyModel
     model = gin.get_configurable(cls)()

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from perex_t5x.per_example import grad_statistics as engine
 from perex_t5x.per_example.arguments import parameter_names
-from perex_t5x.per_example.statistic import as_statistics
+from perex_t5x.per_example.grad_statistics import grad_statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,28 +48,12 @@ def coverage(
     >>> rows[0].form
     'factored'
     """
-    engine.grad_statistics(loss_fn, statistics, **options)  # checks the options
+    compute = grad_statistics(loss_fn, statistics, **options)
     seen: list[Any] = []
-
-    def trace(*arguments: Any) -> Any:
-        stats, _, reduced = engine._compute(loss_fn, _options(statistics, options), arguments, None)
-        seen[:] = reduced
-        return stats
-
-    jax.eval_shape(trace, *arguments)
-    roles = _options(statistics, options).roles
+    jax.eval_shape(lambda *traced: seen.extend(compute.reductions(*traced)), *arguments)
+    roles = compute.options.roles
     leaves = jax.tree.leaves(tuple(arguments[i] for i in roles.argnums))
     return Coverage(
         Row(name, jnp.shape(leaf), r.form, True, r.transient_bytes, r.note)
         for name, leaf, r in zip(parameter_names(arguments, roles), leaves, seen, strict=True)
     )
-
-
-def _options(statistics: Any, given: dict[str, Any]) -> Any:
-    defaults = dict(
-        method="surgery", argnums=0, batch_argnums=1, has_aux=False, group_size=1, microbatch_size=None, reduction="mean",
-        rng_argnums=(), norms=False, clip_norm=None, non_finite="keep", strict=False,
-    )  # fmt: skip
-    values = defaults | given
-    roles = engine.Roles.make(values.pop("argnums"), values.pop("batch_argnums"), values.pop("rng_argnums"))
-    return engine._Options(statistics=as_statistics(statistics), roles=roles, **values)

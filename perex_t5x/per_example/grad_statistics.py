@@ -51,7 +51,7 @@ def grad_statistics(
     clip_norm: float | None = None,
     non_finite: str = "keep",
     strict: bool = False,
-) -> Callable[..., tuple[GradStatistics, PerExample]]:
+) -> Compute:
     """Returns `compute(params, batch, ..., weights=None) -> (GradStatistics, PerExample)`.
 
     Statistical definition. With g_i the gradient of example i's loss, scaled so that mean(g_i) is the gradient of the batch
@@ -102,11 +102,22 @@ def grad_statistics(
         non_finite=non_finite,
         strict=strict,
     )
+    return Compute(loss_fn, options)
 
-    def compute(*arguments: Any, weights: jax.Array | None = None) -> tuple[GradStatistics, PerExample]:
-        return _compute(loss_fn, options, arguments, weights)[:2]
 
-    return compute
+@dataclasses.dataclass(frozen=True, eq=False)
+class Compute:
+    """What `grad_statistics` returns: call it with the loss's arguments."""
+
+    loss_fn: Callable[..., Any]
+    options: _Options
+
+    def __call__(self, *arguments: Any, weights: jax.Array | None = None) -> tuple[GradStatistics, PerExample]:
+        return _compute(self.loss_fn, self.options, arguments, weights)[:2]
+
+    def reductions(self, *arguments: Any) -> list[Reduced]:
+        """How the gradient of each differentiated leaf is reduced."""
+        return _compute(self.loss_fn, self.options, arguments, None)[2]
 
 
 # --- one call ---------------------------------------------------------------------------------------------------------

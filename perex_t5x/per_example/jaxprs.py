@@ -16,7 +16,6 @@ _INLINED = {
     "core_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    "custom_lin": None,
 }
 
 

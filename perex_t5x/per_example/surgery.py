@@ -125,9 +125,10 @@ def _enter_scan(
     const_flags, carry_flags, xs_flags = map(list, _split(flags, num_consts, num_carry))
     while True:  # until no more of the carry depends on the example
         outs = jaxprs.batched_outputs(body.jaxpr, [*const_flags, *carry_flags, *xs_flags])[:num_carry]
-        if outs == carry_flags or all(c or not o for o, c in zip(outs, carry_flags, strict=True)):
+        grown = [c or o for o, c in zip(outs, carry_flags, strict=True)]
+        if grown == carry_flags:
             break
-        carry_flags = [c or o for o, c in zip(outs, carry_flags, strict=True)]
+        carry_flags = grown
     n = reducer.num_examples
     carry = [
         jnp.broadcast_to(c, (n, *jnp.shape(c))) if f and not g else c
