@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,14 +48,97 @@ class Roles:
                     raise ValueError(f"{name} names argument {i}, but the loss was given {given}.")
 
 
-def parameter_names(arguments: Sequence[Any], roles: Roles) -> list[str]:
-    """Names of the differentiated leaves, 'layers/w'; with several argnums the argument's number comes first."""
-    names = []
-    for i in roles.argnums:
-        prefix = "" if roles.single else f"{i}/"
-        for path, _ in jax.tree_util.tree_leaves_with_path(arguments[i]):
-            names.append(prefix + (jax.tree_util.keystr(path, simple=True, separator="/") or f"argument {i}"))
-    return names
+def parameter_filter(parameters: str | Callable[[str], bool] | None) -> Callable[[str], bool] | None:
+    """A function from a parameter's name to whether its gradient is wanted."""
+    if parameters is None or callable(parameters):
+        return parameters
+    try:
+        pattern = re.compile(parameters)
+    except (re.error, TypeError) as e:
+        raise ValueError(
+            f"parameters = {parameters!r}: give a regular expression or a function of the name; {e}."
+        ) from e
+    return lambda name: pattern.search(name) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Selected:
+    """The leaves that are differentiated, among those of the arguments `argnums`.
+
+    Attributes:
+      names: of the selected leaves, 'layers/w'; with several argnums the argument's number comes first.
+      chosen: of all leaves of those arguments, which are selected.
+      tree: the structure of the gradient: of the argument, or of a tuple of arguments.
+    """
+
+    roles: Roles
+    names: tuple[str, ...]
+    chosen: tuple[bool, ...]
+    tree: Any
+
+    @classmethod
+    def make(cls, arguments: Sequence[Any], roles: Roles, wanted: Callable[[str], bool] | None) -> Selected:
+        names, leaves = [], []
+        for i in roles.argnums:
+            prefix = "" if roles.single else f"{i}/"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(arguments[i]):
+                names.append(prefix + (jax.tree_util.keystr(path, simple=True, separator="/") or f"argument {i}"))
+                leaves.append(leaf)
+        chosen = [wanted is None or bool(wanted(name)) for name in names]
+        if not any(chosen):
+            listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise ValueError(f"parameters selects none of the parameters: {listed or 'there are none'}.")
+        for name, leaf, c in zip(names, leaves, chosen, strict=True):
+            if c and not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                raise ValueError(
+                    f"parameter {name} has dtype {jnp.result_type(leaf)}, which has no gradient: leave it out with "
+                    "parameters=..., or give it as another argument."
+                )
+        differentiated = tuple(arguments[i] for i in roles.argnums)
+        tree = jax.tree.structure(differentiated[0] if roles.single else differentiated)
+        return cls(roles, tuple(n for n, c in zip(names, chosen, strict=True) if c), tuple(chosen), tree)
+
+    def leaves(self, arguments: Sequence[Any]) -> list[Any]:
+        every = jax.tree.leaves(tuple(arguments[i] for i in self.roles.argnums))
+        return [x for x, c in zip(every, self.chosen, strict=True) if c]
+
+    def others(self, arguments: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
+        """What is shared and held constant: leaves that are not selected, and the other arguments."""
+        every = jax.tree.leaves(tuple(arguments[i] for i in self.roles.argnums))
+        given = {*self.roles.argnums, *self.roles.batch_argnums}
+        return (
+            [x for x, c in zip(every, self.chosen, strict=True) if not c],
+            {i: a for i, a in enumerate(arguments) if i not in given},
+        )
+
+    def fill(self, differentiated: Sequence[Any], others: tuple[list[Any], dict[int, Any]], arity: int) -> list[Any]:
+        """The loss's arguments again; those with an example axis are left None."""
+        mine, constant = iter(differentiated), iter(others[0])
+        filled = self.tree.unflatten([next(mine) if c else next(constant) for c in self.chosen])
+        full: list[Any] = [None] * arity
+        for i, a in zip(self.roles.argnums, (filled,) if self.roles.single else filled, strict=True):
+            full[i] = a
+        for i, a in others[1].items():
+            full[i] = a
+        return full
+
+    def trees(self, values: dict[str, Sequence[Any]]) -> dict[str, Any]:
+        """Name -> a tree like the parameters, with None for those that are not selected."""
+        result = {}
+        for name, leaves in values.items():
+            rest = iter(leaves)
+            result[name] = self.tree.unflatten([next(rest) if c else None for c in self.chosen])
+        return result
+
+    def like_parameters(self, tree: Any, what: str) -> list[Any]:
+        """The selected leaves of another tree of the parameters' structure."""
+        is_none = lambda x: x is None  # noqa: E731
+        leaves = jax.tree.leaves(tree, is_leaf=is_none)
+        if len(leaves) != len(self.chosen):
+            raise ValueError(
+                f"{what} has {len(leaves)} leaves, the parameters {len(self.chosen)}: give a tree like them."
+            )
+        return [x for x, c in zip(leaves, self.chosen, strict=True) if c]
 
 
 def _tuple(x: int | Sequence[int]) -> tuple[int, ...]:

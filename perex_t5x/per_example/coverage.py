@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from perex_t5x.per_example.arguments import parameter_names
+from perex_t5x.per_example.arguments import Selected
 from perex_t5x.per_example.grad_statistics import grad_statistics
 
 
@@ -26,7 +25,17 @@ class Row:
 
 
 class Coverage(tuple):
-    """Rows, one per parameter; prints as a table."""
+    """Rows, one per parameter; prints as a table.
+
+    Attributes:
+      microbatch_sizes: examples at a time, by platform.
+      passes: 2 where clipping or skipping needs every gradient's norm before the first sum.
+      norm_forms: parameter -> form in the first of two passes.
+    """
+
+    microbatch_sizes: dict[str, int]
+    passes: int
+    norm_forms: dict[str, str]
 
     def __str__(self) -> str:
         header = ("parameter", "shape", "form", "exact", "transient bytes", "note")
@@ -36,7 +45,13 @@ class Coverage(tuple):
         ]
         widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+        sizes = ", ".join(f"{size} on {name}" for name, size in self.microbatch_sizes.items() if name != "default")
+        sizes = f"{sizes}, else {self.microbatch_sizes['default']}" if sizes else str(self.microbatch_sizes["default"])
+        footer = [f"examples at a time: {sizes}"]
+        if self.passes == 2:
+            forms = ", ".join(sorted(set(self.norm_forms.values())))
+            footer.append(f"two passes: losses and backward passes are run twice, first for the norms ({forms})")
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", *footer])
 
 
 def coverage(
@@ -49,11 +64,13 @@ def coverage(
     'factored'
     """
     compute = grad_statistics(loss_fn, statistics, **options)
-    seen: list[Any] = []
-    jax.eval_shape(lambda *traced: seen.extend(compute.reductions(*traced)), *arguments)
-    roles = compute.options.roles
-    leaves = jax.tree.leaves(tuple(arguments[i] for i in roles.argnums))
-    return Coverage(
+    account = compute.account(*arguments)
+    selected = Selected.make(arguments, compute.options.roles, compute.options.parameters)
+    table = Coverage(
         Row(name, jnp.shape(leaf), r.form, True, r.transient_bytes, r.note)
-        for name, leaf, r in zip(parameter_names(arguments, roles), leaves, seen, strict=True)
+        for name, leaf, r in zip(selected.names, selected.leaves(arguments), account.forms, strict=True)
     )
+    table.microbatch_sizes = account.microbatch_sizes
+    table.passes = compute.options.passes
+    table.norm_forms = {n: r.form for n, r in zip(selected.names, account.norm_forms or (), strict=False)}
+    return table

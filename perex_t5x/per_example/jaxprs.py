@@ -1,4 +1,4 @@
-"""Small tools on jaxprs: inline calls, evaluate one equation (plain or batched), find what is needed."""
+"""Small tools on jaxprs: inline calls, evaluate one equation (plain or batched), find what depends on what."""
 
 from __future__ import annotations
 
@@ -19,9 +19,24 @@ _INLINED = {
 }
 
 
+REMAT = {"remat2", "checkpoint", "remat"}
+
+
+def apart(remat: core.JaxprEqn, arguments: Sequence[Any]) -> Sequence[Any]:
+    """The inputs of a rematerialised region, kept apart from the forward pass if it asks for it."""
+    if remat.params.get("differentiated") and remat.params.get("prevent_cse"):
+        return jax.lax.optimization_barrier(tuple(arguments))
+    return arguments
+
+
 def bind(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
     """Applies one equation."""
-    out = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
+    return bind_with(eqn, arguments, eqn.params)
+
+
+def bind_with(eqn: core.JaxprEqn, arguments: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Applies the primitive of an equation with other parameters."""
+    out = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
@@ -53,18 +68,30 @@ def evaluate(
     return [read(v) for v in jaxpr.outvars]
 
 
-def inline(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same program with `jit` and `custom_*` calls inlined; loops, branches and remat stay."""
+def inline(jaxpr: core.ClosedJaxpr, remat: bool = False) -> core.ClosedJaxpr:
+    """The same program with `jit` and `custom_*` calls inlined; loops and branches stay, and remat unless asked for."""
 
     def rule(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
         name = _INLINED.get(eqn.primitive.name)
-        if name is None:
+        if name is None and not (remat and eqn.primitive.name in REMAT):
             return bind(eqn, arguments)
+        if name is None:
+            name, arguments = "jaxpr", apart(eqn, arguments)
         body = closed(eqn.params[name])
         return evaluate(body.jaxpr, body.consts, arguments, rule)
 
     flat = lambda *arguments: evaluate(jaxpr.jaxpr, jaxpr.consts, arguments, rule)  # noqa: E731
-    return jax.make_jaxpr(flat)(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals))
+    return jax.make_jaxpr(flat)(*(struct(v) for v in jaxpr.in_avals))
+
+
+def struct(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def split_scan(items: Sequence[Any], params: dict[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """A scan's inputs: (constants, first carry, what it scans over)."""
+    items, n, k = list(items), params["num_consts"], params["num_consts"] + params["num_carry"]
+    return items[:n], items[n:k], items[k:]
 
 
 def source_of(jaxpr: core.Jaxpr) -> dict[core.Var, tuple[core.JaxprEqn, int]]:
@@ -81,15 +108,28 @@ def use_counts(jaxpr: core.Jaxpr) -> dict[core.Var, int]:
     return counts
 
 
-def batched_outputs(jaxpr: core.Jaxpr, batched: Sequence[bool]) -> list[bool]:
-    """Which results depend on the example, if these arguments do: a result does if any input of its equation does."""
-    env: dict[core.Var, bool] = {v: False for v in jaxpr.constvars}
-    env.update(zip(jaxpr.invars, batched, strict=True))
-
-    def read(v: Any) -> bool:
-        return False if isinstance(v, core.Literal) else env[v]
-
+def dependent(jaxpr: core.Jaxpr, batched: Sequence[bool]) -> set[core.Var]:
+    """Variables that depend on the example, if these arguments do: a result does if any input of its equation does."""
+    found = {v for v, b in zip(jaxpr.invars, batched, strict=True) if b}
     for eqn in jaxpr.eqns:
-        depends = any(read(v) for v in eqn.invars)
-        env.update((v, depends) for v in eqn.outvars)
-    return [read(v) for v in jaxpr.outvars]
+        if any(isinstance(v, core.Var) and v in found for v in eqn.invars):
+            found.update(eqn.outvars)
+    return found
+
+
+def batched_outputs(jaxpr: core.Jaxpr, batched: Sequence[bool]) -> list[bool]:
+    """Which results depend on the example."""
+    found = dependent(jaxpr, batched)
+    return [isinstance(v, core.Var) and v in found for v in jaxpr.outvars]
+
+
+def inner(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
+    """The programs within an equation."""
+    found = []
+    for param in eqn.params.values():
+        for item in param if isinstance(param, tuple | list) else (param,):
+            if isinstance(item, core.ClosedJaxpr):
+                found.append(item.jaxpr)
+            elif isinstance(item, core.Jaxpr):
+                found.append(item)
+    return found

@@ -5,7 +5,9 @@ The program is the gradient of *one* example's loss. From each gradient's result
 - permutations of elements (transpose, reshape, ...) commute with "apply φ, then sum over examples": they are left for
   afterwards, on the reduced arrays;
 - elementwise functions of one variable (a cast, a sign) belong to φ;
-- a `scan` that stacks gradients of its layers, or a `remat`, is entered: the reduction happens inside its body;
+- a gradient put together from parts that do not overlap (slices of one parameter, each used elsewhere) is as many
+  gradients, each reduced by itself;
+- a `scan` that stacks gradients of its layers, a `remat`, or a `cond` is entered: the reduction happens inside its body;
 - anything else, up to and including the first equation that contracts (a matrix product, a convolution, a scatter-add, a
   sum), is the *producer*: a small function from batched arrays to one example's gradient, to be reduced without ever
   holding all examples' gradients;
@@ -15,8 +17,9 @@ The program is the gradient of *one* example's loss. From each gradient's result
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -25,9 +28,10 @@ from perex_t5x.per_example import jaxprs
 
 PERMUTATIONS = {"transpose", "reshape", "squeeze", "rev", "copy", "copy_p"}
 UNARY = {"convert_element_type", "neg"}
+SUMS = {"add", "add_any"}
 CONTRACTIONS = {
     "dot_general", "conv_general_dilated", "scatter-add", "reduce_sum", "cumsum", "select_and_scatter_add",
-    "reduce_window_sum", "segment_sum",
+    "reduce_window_sum", "segment_sum", "psum", "psum_invariant",
 }  # fmt: skip
 # Equations that a producer may consist of besides: cheap, and no larger in than out.
 CHEAP = {
@@ -60,8 +64,16 @@ class Mapped:
 
 
 @dataclasses.dataclass(frozen=True)
+class Assembled:
+    """Parts that fill `shape` without overlap: (start of the part, its shape, its node)."""
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[tuple[int, ...], tuple[int, ...], Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Inside:
-    """Result `index` of a loop or remat whose body is entered."""
+    """Result `index` of a loop, branch or remat whose body is entered."""
 
     eqn: core.JaxprEqn
     index: int
@@ -76,7 +88,7 @@ class Producer:
     leaves: tuple[core.Var, ...]
 
 
-Node = Kept | Permuted | Mapped | Inside | Producer
+Node = Kept | Permuted | Mapped | Assembled | Inside | Producer
 
 
 @dataclasses.dataclass
@@ -93,7 +105,6 @@ def size(v: Any) -> int:
 def make_plan(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> Plan:
     """Plans the reduction of the results `wanted` of a program."""
     sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
-    order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
     deferred: set[int] = set()
 
     def walk(v: Any) -> Node:
@@ -103,56 +114,73 @@ def make_plan(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> Plan:
         name = eqn.primitive.name
         if uses[v] > 1:
             return Kept(v, "is also used elsewhere")
-        if name == "remat2" or name == "checkpoint" or (name == "scan" and index >= eqn.params["num_carry"]):
+        if name in jaxprs.REMAT or name == "cond" or (name == "scan" and index >= eqn.params["num_carry"]):
             return Inside(eqn, index)
-        if _is_permutation(eqn):
+        if is_permutation(eqn):
             deferred.add(id(eqn))
             return Permuted(eqn, walk(eqn.invars[0]))
         if name in UNARY:
             deferred.add(id(eqn))
             return Mapped(eqn, walk(eqn.invars[0]))
-        if name in CONTRACTIONS | CHEAP:
-            return produce(v)
+        if parts := _parts(v, sources, uses):
+            used, boxes = parts
+            deferred.update(id(e) for e in used)
+            return Assembled(v.aval.shape, tuple((start, x.aval.shape, walk(x)) for start, x in boxes))
+        if name in CONTRACTIONS | CHEAP or is_accumulation(eqn):
+            node = produce(jaxpr, v, sources, uses)
+            deferred.update(id(e) for e in node.eqns)
+            return node
         return Kept(v, f"comes out of `{name}`")
-
-    def produce(root: core.Var) -> Producer:
-        eqns: list[core.JaxprEqn] = []
-        leaves: dict[core.Var, None] = {}
-
-        def visit(v: Any) -> None:
-            if isinstance(v, core.Literal) or v in leaves:
-                return
-            eqn = sources[v][0] if v in sources else None
-            part = v is root or (
-                eqn is not None
-                and uses[v] == 1
-                and len(eqn.outvars) == 1
-                and eqn.primitive.name in CONTRACTIONS | CHEAP
-                and size(v) >= size(root)  # what is smaller than the gradient may exist for all examples
-            )
-            if not part:
-                leaves[v] = None
-                return
-            eqns.append(eqn)
-            for i, x in enumerate(eqn.invars):
-                # Of a contraction only the array that a scatter-add begins with is looked into: it is usually zeros.
-                if eqn.primitive.name not in CONTRACTIONS or (eqn.primitive.name == "scatter-add" and i == 0):
-                    visit(x)
-                elif isinstance(x, core.Var):
-                    leaves[x] = None
-
-        visit(root)
-        deferred.update(id(eqn) for eqn in eqns)
-        eqns.sort(key=lambda eqn: order[id(eqn)])
-        made = {v for eqn in eqns for v in eqn.outvars}
-        return Producer(tuple(eqns), root, tuple(v for v in leaves if v not in made))
 
     nodes = {i: walk(jaxpr.outvars[i]) for i in wanted}
     needed = _needed(jaxpr, nodes, deferred)
     return Plan(nodes, deferred, needed)
 
 
-def _is_permutation(eqn: core.JaxprEqn) -> bool:
+def produce(
+    jaxpr: core.Jaxpr, root: core.Var, sources: dict[core.Var, tuple[core.JaxprEqn, int]], uses: dict[core.Var, int]
+) -> Producer:
+    """The producer of `root`: as much of what comes before it as is no smaller than what it is made of."""
+    order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
+    eqns: list[core.JaxprEqn] = []
+    leaves: dict[core.Var, None] = {}
+
+    def visit(v: Any) -> None:
+        if isinstance(v, core.Literal) or v in leaves:
+            return
+        eqn = sources[v][0] if v in sources else None
+        part = v is root or (
+            eqn is not None
+            and uses[v] == 1
+            and len(eqn.outvars) == 1
+            and (eqn.primitive.name in CONTRACTIONS | CHEAP or is_accumulation(eqn))
+            # What is smaller than the gradient may exist for all examples, unless what it is made of is smaller still.
+            and (size(v) >= size(root) or size(v) > sum(size(x) for x in eqn.invars if isinstance(x, core.Var)))
+        )
+        if not part:
+            leaves[v] = None
+            return
+        eqns.append(eqn)
+        contracts = eqn.primitive.name in CONTRACTIONS or is_accumulation(eqn)
+        for i, x in enumerate(eqn.invars):
+            # Of a contraction only the array that a scatter-add begins with is looked into: it is usually zeros.
+            if not contracts or (eqn.primitive.name == "scatter-add" and i == 0):
+                visit(x)
+            elif isinstance(x, core.Var):
+                leaves[x] = None
+
+    visit(root)
+    eqns.sort(key=lambda eqn: order[id(eqn)])
+    made = {v for eqn in eqns for v in eqn.outvars}
+    return Producer(tuple(eqns), root, tuple(v for v in leaves if v not in made))
+
+
+def is_accumulation(eqn: core.JaxprEqn) -> bool:
+    """A scan that only adds up one array over its steps: `rewrites.split_accumulations` makes them."""
+    return eqn.primitive.name == "scan" and eqn.params["num_carry"] == 1 and len(eqn.outvars) == 1
+
+
+def is_permutation(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name == "broadcast_in_dim":  # only where it adds axes of size one
         return (
             len(eqn.invars) == 1 and isinstance(eqn.invars[0], core.Var) and size(eqn.invars[0]) == size(eqn.outvars[0])
@@ -160,19 +188,85 @@ def _is_permutation(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive.name in PERMUTATIONS
 
 
+def is_zeros(v: Any, sources: dict[core.Var, tuple[core.JaxprEqn, int]]) -> bool:
+    """Whether a value is zero, visibly."""
+    if isinstance(v, core.Literal):
+        return not v.val
+    eqn = sources[v][0] if v in sources else None
+    return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and is_zeros(eqn.invars[0], sources)
+
+
+def _parts(
+    root: core.Var, sources: dict[core.Var, tuple[core.JaxprEqn, int]], uses: dict[core.Var, int]
+) -> tuple[list[core.JaxprEqn], list[tuple[tuple[int, ...], core.Var]]] | None:
+    """If `root` is put together from parts that fill it without overlap: the equations that do it, and the parts."""
+    used: list[core.JaxprEqn] = []
+    boxes: list[tuple[tuple[int, ...], core.Var]] = []
+    ndim = len(root.aval.shape)
+
+    def visit(v: Any, offset: Sequence[int]) -> bool:
+        if isinstance(v, core.Literal) or v not in sources or (v is not root and uses[v] > 1):
+            return False
+        eqn = sources[v][0]
+        match eqn.primitive.name:
+            case "add" | "add_any":
+                used.append(eqn)
+                return all(visit(x, offset) for x in eqn.invars)
+            case "concatenate":
+                used.append(eqn)
+                axis, at = eqn.params["dimension"], 0
+                for x in eqn.invars:
+                    boxes.append((tuple(o + at * (k == axis) for k, o in enumerate(offset)), x))
+                    at += x.aval.shape[axis]
+                return all(isinstance(x, core.Var) for x in eqn.invars)
+            case "pad":
+                x, value = eqn.invars
+                config = eqn.params["padding_config"]
+                if not is_zeros(value, sources) or any(lo < 0 or hi < 0 or inner for lo, hi, inner in config):
+                    return False
+                used.append(eqn)
+                boxes.append((tuple(o + lo for o, (lo, _, _) in zip(offset, config, strict=True)), x))
+                return isinstance(x, core.Var)
+            case "dynamic_update_slice":
+                into, x, *start = eqn.invars
+                if not is_zeros(into, sources) or not all(isinstance(s, core.Literal) for s in start):
+                    return False
+                limits = [a - b for a, b in zip(v.aval.shape, x.aval.shape, strict=True)]
+                at = [min(max(int(s.val), 0), limit) for s, limit in zip(start, limits, strict=True)]
+                used.append(eqn)
+                boxes.append((tuple(o + a for o, a in zip(offset, at, strict=True)), x))
+                return isinstance(x, core.Var)
+        return False
+
+    if not visit(root, (0,) * ndim) or not boxes or sum(size(x) for _, x in boxes) != size(root):
+        return None
+    for (a, x), (b, y) in itertools.combinations(boxes, 2):
+        shapes = zip(a, x.aval.shape, b, y.aval.shape, strict=True)
+        if all(i < j + m and j < i + n for i, n, j, m in shapes):
+            return None
+    return used, boxes
+
+
 def _needed(jaxpr: core.Jaxpr, nodes: dict[int, Node], deferred: set[int]) -> set[core.Var]:
     """Variables that the plain results and the nodes' leaves depend on."""
     needed = {v for i, v in enumerate(jaxpr.outvars) if i not in nodes and isinstance(v, core.Var)}
-    for node in nodes.values():
-        while isinstance(node, Permuted | Mapped):
-            node = node.child
+
+    def add(node: Node) -> None:
         match node:
+            case Permuted(child=child) | Mapped(child=child):
+                add(child)
+            case Assembled(parts=parts):
+                for _, _, child in parts:
+                    add(child)
             case Kept(var=v) if isinstance(v, core.Var):
                 needed.add(v)
             case Producer(leaves=leaves):
                 needed.update(leaves)
             case Inside(eqn=eqn, index=i):
                 needed.add(eqn.outvars[i])
+
+    for node in nodes.values():
+        add(node)
     for eqn in reversed(jaxpr.eqns):
         if id(eqn) not in deferred and any(v in needed for v in eqn.outvars):
             needed.update(v for v in eqn.invars if isinstance(v, core.Var))

@@ -14,14 +14,17 @@ import jax.numpy as jnp
 class GradStatistics:
     """Averages over examples (or groups of them), each a tree like the parameters.
 
-    With weights w over M groups of b examples: stats[name] = Σ_j w_j φ(h_j) / Σ_j w_j, h_j the mean gradient of group j.
+    With weights w_i of the examples, M groups of b examples, w_j the mean weight of group j and h_j its weighted mean
+    gradient: stats[name] = Σ_j w_j φ(h_j) / Σ_j w_j.
 
     Attributes:
       averages: name -> tree.
       count: examples that took part (those with weight 0 did not).
       num_groups: groups that took part; equals `count` when b is 1.
-      weight_sum, weight_square_sum: Σ w and Σ w² over the groups.
+      weight_sum, weight_square_sum: Σ w and Σ w² over the examples.
       group_size: b.
+      group_noise: Σ_j (Σ w² / Σ w over the examples of group j); None: weights are equal within groups, so Σ w / b.
+      centered: where a shift was given, mean and mean square of g − shift, and the shift; else None.
     """
 
     averages: dict[str, Any]
@@ -30,6 +33,8 @@ class GradStatistics:
     weight_sum: jax.Array
     weight_square_sum: jax.Array
     group_size: int = dataclasses.field(default=1, metadata={"static": True})
+    group_noise: jax.Array | None = None
+    centered: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.averages:
@@ -53,18 +58,41 @@ class GradStatistics:
 
     # --- derived ------------------------------------------------------------------------------------------------------
 
-    def _share(self) -> jax.Array:
-        """Σw² / (Σw)²: 1/M for equal weights."""
+    def mean_noise(self) -> jax.Array:
+        """Var(ḡ) / σ² = Σw² / (Σw)²: 1/B for equal weights."""
         return self.weight_square_sum / jnp.square(self.weight_sum)
 
-    def raw_variance(self) -> Any:
-        """Unbiased variance of one example's gradient, not clamped: b · (q − ḡ²) / (1 − Σw²/(Σw)²).
+    def variance_factor(self) -> jax.Array:
+        """σ̂² / (q − ḡ²) = 1 / (n − Σw²/(Σw)²): B/(B−1) without groups and weights; NaN with a single group.
 
-        NaN with a single group. In float32, q − ḡ² loses all its digits at |μ|/σ ≈ 10⁴.
+        n = Var(h_j) / σ², averaged over groups: 1/b for equal weights, 1 without groups.
         """
-        spread = 1.0 - self._share()
-        factor = jnp.where(spread > 0, self.group_size / jnp.where(spread > 0, spread, 1.0), jnp.nan)
-        return jax.tree.map(lambda q, m: factor * (q - jnp.square(m)), self.mean_square, self.mean)
+        spread = self._group_noise() / self.weight_sum - self.mean_noise()
+        return jnp.where(spread > 0, 1.0 / jnp.where(spread > 0, spread, 1.0), jnp.nan)
+
+    def _group_noise(self) -> jax.Array:
+        return self.weight_sum / self.group_size if self.group_noise is None else self.group_noise
+
+    def raw_variance(self) -> Any:
+        """Unbiased variance of one example's gradient, not clamped: (q − ḡ²) · `variance_factor`.
+
+        With a single group: an error where that is known, NaN where traced. In float32, q − ḡ² loses all its digits at
+        |μ|/σ ≈ 10⁴; with a shift near ḡ it does not.
+        """
+        if not isinstance(self.num_groups, jax.core.Tracer) and self.num_groups < 2:
+            raise ValueError(
+                "one example (or group) has no variance: give two or more, or merge statistics first "
+                "(GradStatistics.merge)."
+            )
+        factor = self.variance_factor()
+        return jax.tree.map(lambda x: factor * x, self.central_square())
+
+    def central_square(self) -> Any:
+        """q − ḡ², the mean square of h_j − ḡ; not clamped."""
+        source = self.averages if self.centered is None else self.centered
+        if "mean_square" not in source or "mean" not in source:
+            source = {"mean": self.mean, "mean_square": self.mean_square}  # names what is missing
+        return jax.tree.map(lambda q, m: q - jnp.square(m), source["mean_square"], source["mean"])
 
     def variance(self) -> Any:
         """`raw_variance`, clamped at 0 where rounding made it negative; see `variance_clamps`."""
@@ -75,8 +103,8 @@ class GradStatistics:
         return sum(jnp.sum(v < 0) for v in jax.tree.leaves(self.raw_variance()))
 
     def squared_mean(self) -> Any:
-        """Unbiased estimate of μ²: ḡ² − σ̂²/b · Σw²/(Σw)². Often negative where the signal is weak."""
-        factor = self._share() / self.group_size
+        """Unbiased estimate of μ²: ḡ² − σ̂² Σw²/(Σw)². Often negative where the signal is weak."""
+        factor = self.mean_noise()
         return jax.tree.map(lambda m, v: jnp.square(m) - factor * v, self.mean, self.raw_variance())
 
     def snr(self) -> Any:
@@ -120,7 +148,33 @@ class GradStatistics:
             total,
             a.weight_square_sum + b.weight_square_sum,
             a.group_size,
+            a._group_noise() + b._group_noise(),
+            _merge_centered(a, b, share),
         )
+
+
+def unshifted(centered: dict[str, Any], shift: Any) -> dict[str, Any]:
+    """Mean and mean square of g from those of g − s: ḡ = m + s, q = v + 2 s m + s²."""
+    found = {}
+    if "mean" in centered:
+        found["mean"] = jax.tree.map(jnp.add, centered["mean"], shift)
+    if "mean_square" in centered and "mean" in centered:
+        found["mean_square"] = jax.tree.map(
+            lambda v, m, s: v + 2.0 * s * m + jnp.square(s), centered["mean_square"], centered["mean"], shift
+        )
+    return found
+
+
+def _merge_centered(a: GradStatistics, b: GradStatistics, share: jax.Array) -> dict[str, Any] | None:
+    """b's centred averages are moved to a's shift first."""
+    if a.centered is None or b.centered is None:
+        return None
+    move = jax.tree.map(jnp.subtract, b.centered["shift"], a.centered["shift"])
+    moved = unshifted(b.centered, move)
+    merged = {
+        name: jax.tree.map(lambda x, y: share * x + (1.0 - share) * y, a.centered[name], moved[name]) for name in moved
+    }
+    return {**merged, "shift": a.centered["shift"]}
 
 
 @jax.tree_util.register_dataclass

@@ -65,6 +65,8 @@ BUILT_IN = {
     )
 }
 
+SHIFTABLE = ("mean", "mean_square")  # what a shifted accumulator takes of g − shift
+
 
 def as_statistics(statistics: str | Statistic | Iterable[str | Statistic]) -> tuple[Statistic, ...]:
     """Accepts names and objects; returns objects with distinct names.
@@ -87,6 +89,8 @@ def as_statistics(statistics: str | Statistic | Iterable[str | Statistic]) -> tu
             item = BUILT_IN[item]
         if not isinstance(item, Statistic):
             raise TypeError(f"statistics must be names or per_example.Statistic objects, not {type(item).__name__}.")
+        if item.name in BUILT_IN and item is not BUILT_IN[item.name]:
+            raise ValueError(f"statistic {item.name!r} is a name of our own: give yours another.")
         if item.name in [s.name for s in result]:
             raise ValueError(f"statistic {item.name!r} is given twice.")
         result.append(item)

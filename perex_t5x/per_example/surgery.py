@@ -6,7 +6,8 @@ of a gradient's tail are not run for all examples: see `perex_t5x.per_example.pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,31 +15,64 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from perex_t5x.per_example import jaxprs
-from perex_t5x.per_example.forms import Pre, Reduced, Reducer
-from perex_t5x.per_example.plan import Inside, Kept, Mapped, Node, Permuted, Producer, make_plan
+from perex_t5x.per_example.forms import Pre, Reduced, Reducer, Site, plus
+from perex_t5x.per_example.plan import Assembled, Inside, Kept, Mapped, Node, Permuted, Producer, make_plan
+from perex_t5x.per_example.rewrites import prepare
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A result to reduce: what to apply before φ, sums to add to, and the shift (see `forms.Site`)."""
+
+    pre: Pre = lambda x: x
+    initial: Any = None
+    shift: jax.Array | None = None
+
+    def before(self, eqn: core.JaxprEqn) -> Wanted:
+        """The same, one elementwise equation earlier. (The shift is taken away after it: see `Site.pre`.)"""
+        return dataclasses.replace(self, pre=lambda x: self.pre(jaxprs.bind(eqn, [x])[0]))
+
+    def unmoved(self, eqn: core.JaxprEqn) -> Wanted:
+        """The same, one permutation earlier."""
+        if self.shift is None:
+            return self
+        aval = jax.ShapeDtypeStruct(eqn.invars[0].aval.shape, self.shift.dtype)
+        (shift,) = jax.linear_transpose(lambda x: jaxprs.bind(eqn, [x])[0], aval)(self.shift)
+        return dataclasses.replace(self, shift=shift)
+
+    def part(self, index: int, start: Sequence[int], shape: Sequence[int]) -> Wanted:
+        """The same of one part of it."""
+        initial = None if self.initial is None else self.initial[index]
+        stop = [a + n for a, n in zip(start, shape, strict=True)]
+        shift = None if self.shift is None else jax.lax.slice(self.shift, start, stop)
+        return dataclasses.replace(self, initial=initial, shift=shift)
+
+
+Entered = tuple[list[Any], list[bool], dict[int, Reduced]]
 
 
 def run(
     program: core.ClosedJaxpr,
     arguments: Sequence[Any],
     batched: Sequence[bool],
-    wanted: Mapping[int, Pre],
+    wanted: Mapping[int, Wanted],
     reducer: Reducer,
-) -> tuple[list[Any], list[bool], dict[int, Reduced]]:
+) -> Entered:
     """Evaluates `program` for all examples.
 
     Args:
       program: of one example, calls inlined (`jaxprs.inline`).
       arguments: its arguments; those marked `batched` have a leading axis N.
-      wanted: results to reduce, each with an elementwise function to apply before φ.
+      wanted: results to reduce.
       reducer: what to compute of them.
 
     Returns:
       The results (None for those reduced), whether each depends on the example, and the reductions.
     """
+    program = prepare(program, batched, wanted)
     jaxpr = program.jaxpr
     plan = make_plan(jaxpr, wanted)
-    entered: dict[int, dict[int, Pre]] = {}
+    entered: dict[int, dict[int, Wanted]] = {}
     for index, node in plan.nodes.items():
         _find_entered(node, wanted[index], entered)
 
@@ -55,7 +89,7 @@ def run(
             continue
         values, flags = zip(*map(read, eqn.invars), strict=True) if eqn.invars else ((), ())
         if id(eqn) in entered:
-            enter = _enter_scan if eqn.primitive.name == "scan" else _enter_remat
+            enter = _ENTER.get(eqn.primitive.name, _enter_remat)
             outs, out_flags, reduced = enter(eqn, values, flags, entered[id(eqn)], reducer)
             inside.update(((id(eqn), i), r) for i, r in reduced.items())
         elif any(flags):
@@ -64,22 +98,25 @@ def run(
             outs, out_flags = jaxprs.bind(eqn, values), [False] * len(eqn.outvars)
         env.update((v, (o, f)) for v, o, f in zip(eqn.outvars, outs, out_flags, strict=True))
 
-    def reduce(node: Node, pre: Pre) -> Reduced:
+    def reduce(node: Node, want: Wanted) -> Reduced:
         match node:
             case Permuted(eqn=eqn, child=child):
-                return reduce(child, pre).mapped(lambda x: jaxprs.bind(eqn, [x])[0])
+                return reduce(child, want.unmoved(eqn)).then(lambda x: jaxprs.bind(eqn, [x])[0])
             case Mapped(eqn=eqn, child=child):
-                return reduce(child, _compose(pre, eqn))
+                return reduce(child, want.before(eqn))
+            case Assembled(shape=shape, parts=parts):
+                found = [reduce(child, want.part(k, start, part)) for k, (start, part, child) in enumerate(parts)]
+                return _assembled(shape, [start for start, _, _ in parts], found)
             case Inside(eqn=eqn, index=i):
                 return inside[id(eqn), i]
             case Producer(leaves=leaves):
                 values, flags = zip(*map(read, leaves), strict=True) if leaves else ((), ())
-                return reducer.producer(node, values, flags, pre)
+                return reducer.producer(Site(node, values, flags, want.pre, want.initial, want.shift))
             case Kept(var=v, reason=reason):
                 value, flag = read(v)
                 if not flag:
-                    return reducer.shared(pre(jnp.asarray(value)))
-                return reducer.all_at_once(pre(value), "kept", reason)
+                    return reducer.shared(want.pre(jnp.asarray(value)), want.initial, want.shift)
+                return reducer.all_at_once(want.pre(value), "kept", reason, want.initial, want.shift)
         raise AssertionError(node)
 
     reductions = {i: reduce(node, wanted[i]) for i, node in plan.nodes.items()}
@@ -87,42 +124,101 @@ def run(
     return [r for r, _ in results], [f for _, f in results], reductions
 
 
-def _compose(pre: Pre, eqn: core.JaxprEqn) -> Pre:
-    return lambda x: pre(jaxprs.bind(eqn, [x])[0])
+def _find_entered(node: Node, want: Wanted, entered: dict[int, dict[int, Wanted]]) -> None:
+    """Collects, for every loop, branch or remat to enter, which results to reduce and how."""
+    match node:
+        case Permuted(eqn=eqn, child=child):
+            _find_entered(child, want.unmoved(eqn), entered)
+        case Mapped(eqn=eqn, child=child):
+            _find_entered(child, want.before(eqn), entered)
+        case Assembled(parts=parts):
+            for k, (start, shape, child) in enumerate(parts):
+                _find_entered(child, want.part(k, start, shape), entered)
+        case Inside(eqn=eqn, index=i):
+            entered.setdefault(id(eqn), {})[i] = want
 
 
-def _find_entered(node: Node, pre: Pre, entered: dict[int, dict[int, Pre]]) -> None:
-    """Collects, for every loop or remat to enter, which results to reduce and what to apply before φ."""
-    while not isinstance(node, Inside):
-        match node:
-            case Permuted(child=child):
-                node = child
-            case Mapped(eqn=eqn, child=child):
-                node, pre = child, _compose(pre, eqn)
-            case _:
-                return
-    entered.setdefault(id(node.eqn), {})[node.index] = pre
+def _assembled(shape: tuple[int, ...], starts: Sequence[Sequence[int]], parts: Sequence[Reduced]) -> Reduced:
+    def finish(raws: Sequence[Any]) -> list[jax.Array]:
+        finished = [part.finish(raw) for part, raw in zip(parts, raws, strict=True)]
+        wholes = []
+        for pieces in zip(*finished, strict=True):
+            whole = jnp.zeros(shape, pieces[0].dtype)
+            for start, piece in zip(starts, pieces, strict=True):
+                whole = jax.lax.dynamic_update_slice(whole, piece, start)
+            wholes.append(whole)
+        return wholes
+
+    forms = list(dict.fromkeys(p.form for p in parts))
+    notes = [p.note for p in parts if p.note]
+    some = lambda values, join: None if any(v is None for v in values) else join(values)  # noqa: E731
+    return Reduced(
+        [p.raw for p in parts],
+        some([p.squares_N for p in parts], sum),
+        "kept" if "kept" in forms else " / ".join(forms),
+        max(p.transient_bytes for p in parts),
+        notes[0] if notes else "",
+        finish,
+        some([p.positions_N for p in parts], lambda ps: jnp.max(jnp.stack(ps), axis=0)),
+    )
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
 
 
 def _enter_remat(
-    eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool], wanted: Mapping[int, Pre], reducer: Reducer
-) -> tuple[list[Any], list[bool], dict[int, Reduced]]:
+    eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool], wanted: Mapping[int, Wanted], reducer: Reducer
+) -> Entered:
     """A rematerialised region, after differentiation: its body, kept apart from the forward pass if it asks for it."""
-    if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
-        values = jax.lax.optimization_barrier(tuple(values))
     body = jaxprs.inline(jaxprs.closed(eqn.params["jaxpr"]))
-    return run(body, values, flags, wanted, reducer)
+    return run(body, jaxprs.apart(eqn, values), flags, wanted, reducer)
+
+
+def _enter_cond(
+    eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool], wanted: Mapping[int, Wanted], reducer: Reducer
+) -> Entered:
+    """A branch that all examples take together (one that depends on the example has become a selection)."""
+    index, *operands = values
+    operands = [jnp.asarray(x) for x in operands]
+    seen: list[dict[int, Reduced]] = []
+
+    def branch(body: core.ClosedJaxpr) -> Callable[..., Any]:
+        def take(operands: Sequence[Any]) -> Any:
+            plain = {i: dataclasses.replace(want, initial=None) for i, want in wanted.items()}
+            results, result_flags, reduced = run(jaxprs.inline(body), operands, flags[1:], plain, reducer)
+            seen.append(reduced)
+            results = [
+                None if r is None else r if f else jnp.broadcast_to(r, (reducer.num_examples, *jnp.shape(r)))
+                for r, f in zip(results, result_flags, strict=True)
+            ]
+            return results, {i: (r.finish(r.raw), r.squares_N, r.positions_N) for i, r in reduced.items()}
+
+        return take
+
+    results, arrays = jax.lax.switch(index, [branch(b) for b in eqn.params["branches"]], operands)
+    reductions = {}
+    for i, (sums, squares, positions) in arrays.items():
+        forms = list(dict.fromkeys(reduced[i].form for reduced in seen))
+        note = next((reduced[i].note for reduced in seen if reduced[i].note), "")
+        transient = max(reduced[i].transient_bytes for reduced in seen)
+        form = "kept" if "kept" in forms else " / ".join(forms)
+        sums = plus(wanted[i].initial, sums)
+        reductions[i] = Reduced(sums, squares, form, transient, note, positions_N=positions)
+    return results, [r is not None for r in results], reductions
 
 
 def _enter_scan(
-    eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool], wanted: Mapping[int, Pre], reducer: Reducer
-) -> tuple[list[Any], list[bool], dict[int, Reduced]]:
-    """A scan that stacks gradients: each step reduces its own, so the stack is one of sums."""
+    eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool], wanted: Mapping[int, Wanted], reducer: Reducer
+) -> Entered:
+    """A scan that stacks gradients: each step reduces its own, so the stack is one of sums.
+
+    Sums to add to are carried, and each step adds to its own part of them in place.
+    """
     p = eqn.params
     num_consts, num_carry = p["num_consts"], p["num_carry"]
     body = jaxprs.inline(p["jaxpr"])
-    consts, carry, xs = _split(values, num_consts, num_carry)
-    const_flags, carry_flags, xs_flags = map(list, _split(flags, num_consts, num_carry))
+    consts, carry, xs = jaxprs.split_scan(values, p)
+    const_flags, carry_flags, xs_flags = jaxprs.split_scan(flags, p)
     while True:  # until no more of the carry depends on the example
         outs = jaxprs.batched_outputs(body.jaxpr, [*const_flags, *carry_flags, *xs_flags])[:num_carry]
         grown = [c or o for o, c in zip(outs, carry_flags, strict=True)]
@@ -135,33 +231,43 @@ def _enter_scan(
         for c, f, g in zip(carry, carry_flags, flags[num_consts : num_consts + num_carry], strict=True)
     ]
     xs = [jnp.moveaxis(x, 0, 1) if f else x for x, f in zip(xs, xs_flags, strict=True)]
+    initial_L = {i: want.initial for i, want in wanted.items() if want.initial is not None}
+    shifts_L = {i: want.shift for i, want in wanted.items() if want.shift is not None}
+    steps = jnp.arange(p["length"]) if initial_L else None
     seen: dict[str, Any] = {}
 
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], Any]:
+    def step(state: tuple[list[Any], Any], x: Any) -> tuple[Any, Any]:
+        carry, totals_L = state
+        x, shifts, at = x
+        totals = jax.tree.map(lambda t: t[at], totals_L)
+        here = {i: Wanted(want.pre, totals.get(i), shifts.get(i)) for i, want in wanted.items()}
         results, result_flags, reduced = run(
-            body, [*consts, *carry, *x], [*const_flags, *carry_flags, *xs_flags], wanted, reducer
+            body, [*consts, *carry, *x], [*const_flags, *carry_flags, *xs_flags], here, reducer
         )
         new_carry = [
             jnp.broadcast_to(r, (n, *jnp.shape(r))) if want and not have else r
             for r, want, have in zip(results[:num_carry], carry_flags, result_flags[:num_carry], strict=True)
         ]
         seen.update(flags=result_flags[num_carry:], reduced=reduced)
-        arrays = {i: (r.sums, r.squares_N) for i, r in reduced.items()}
-        return new_carry, (results[num_carry:], arrays)
+        totals_L = {i: jax.tree.map(lambda t, r: t.at[at].set(r), totals_L[i], reduced[i].raw) for i in totals_L}
+        raws = {i: r.raw for i, r in reduced.items() if i not in totals_L}
+        counts = {i: (r.squares_N, r.positions_N) for i, r in reduced.items()}
+        return (new_carry, totals_L), (results[num_carry:], raws, counts)
 
-    carry, (ys, arrays) = jax.lax.scan(
-        step, carry, xs, length=p["length"], reverse=p["reverse"], unroll=p.get("unroll", 1)
+    (carry, totals_L), (ys, raws, counts) = jax.lax.scan(
+        step, (carry, initial_L), (xs, shifts_L, steps), length=p["length"], reverse=p["reverse"], unroll=p["unroll"]
     )
     y_flags = [bool(f) for f in seen["flags"]]
     ys = [None if y is None else jnp.moveaxis(y, 1, 0) if f else y for y, f in zip(ys, y_flags, strict=True)]
     reductions = {}
-    for i, (sums, squares_LxN) in arrays.items():
-        r = seen["reduced"][i]
+    for i, r in seen["reduced"].items():
+        squares_LxN, positions_LxN = counts[i]
         squares = None if squares_LxN is None else jnp.sum(squares_LxN, axis=0)
-        reductions[i] = Reduced(sums, squares, r.form, r.transient_bytes, r.note)
+        positions = None if positions_LxN is None else jnp.max(positions_LxN, axis=0)
+        raw = totals_L[i] if i in totals_L else raws[i]
+        finish = lambda raw, finish=r.finish: list(jax.vmap(finish)(raw))  # noqa: E731
+        reductions[i] = Reduced(raw, squares, r.form, r.transient_bytes, r.note, finish, positions)
     return [*carry, *ys], [*carry_flags, *y_flags], reductions
 
 
-def _split(items: Sequence[Any], num_consts: int, num_carry: int) -> tuple[list[Any], list[Any], list[Any]]:
-    items = list(items)
-    return items[:num_consts], items[num_consts : num_consts + num_carry], items[num_consts + num_carry :]
+_ENTER = {"scan": _enter_scan, "cond": _enter_cond}

@@ -49,19 +49,26 @@ def test_without_weights_they_are_numpys():
     assert int(stats.variance_clamps()) == 0
 
 
-@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("group_size", [1, 2, 4])
 def test_with_weights_and_groups(group_size):
+    """One weight an example; a group's gradient is its weighted mean, its weight the mean of its weights."""
     batch, b = draws(8), group_size
-    x = rows(batch, b)
-    w = np.random.default_rng(1).uniform(0.2, 2.0, len(x)).astype(np.float32)
+    w = np.random.default_rng(1).uniform(0.2, 2.0, 8).astype(np.float32)
+    w[5] = 0.0
     stats = compute(batch, jnp.asarray(w), group_size=b)
-    mean, square = np.average(x, axis=0, weights=w), np.average(x**2, axis=0, weights=w)
-    share = np.sum(w.astype(np.float64) ** 2) / np.sum(w, dtype=np.float64) ** 2
-    variance = b * (square - mean**2) / (1 - share)
-    np.testing.assert_allclose(flat(stats.mean), mean, rtol=1e-5, atol=1e-6)
+    w = w.astype(np.float64)
+    totals = w.reshape(-1, b).sum(axis=1)
+    h = (rows(batch) * w[:, None]).reshape(-1, b, 10).sum(axis=1) / np.where(totals, totals, 1)[:, None]
+    mean, square = np.average(h, axis=0, weights=totals), np.average(h**2, axis=0, weights=totals)
+    share = np.sum(w**2) / np.sum(w) ** 2
+    within = np.sum((w.reshape(-1, b) ** 2).sum(axis=1) / np.where(totals, totals, 1)) / w.sum()
+    variance = (square - mean**2) / (within - share)
+    np.testing.assert_allclose(flat(stats.mean), np.average(rows(batch), axis=0, weights=w), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(flat(stats.mean_square), square, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(flat(stats.variance()), variance, rtol=1e-4)
-    np.testing.assert_allclose(flat(stats.squared_mean()), mean**2 - variance / b * share, rtol=1e-3, atol=1e-5)
-    assert (int(stats.count), int(stats.num_groups)) == (8, 8 // b)
+    np.testing.assert_allclose(flat(stats.squared_mean()), mean**2 - variance * share, rtol=1e-3, atol=1e-5)
+    assert (int(stats.count), int(stats.num_groups)) == (7, np.count_nonzero(totals))
+    np.testing.assert_allclose([stats.weight_sum, stats.weight_square_sum], [w.sum(), np.sum(w**2)], rtol=1e-6)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -70,7 +77,7 @@ def test_the_estimates_are_unbiased(weighted, group_size):
     """Over many batches, estimate − truth is within 4.5 standard errors, for every coordinate (26 of them)."""
     batches, count, mu, sigma = 3000, 6, 0.3, 2.0
     g = np.random.default_rng(7).normal(mu, sigma, (batches, count, 13)).astype(np.float32)
-    w = jnp.asarray([0.5, 1.0, 2.0, 1.0, 0.2, 3.0][: count // group_size]) if weighted else None
+    w = jnp.asarray([0.5, 1.0, 2.0, 1.0, 0.2, 3.0]) if weighted else None
     engine = per_example.grad_statistics(lambda p, x: jnp.sum(p[None] * x), group_size=group_size)
 
     @jax.jit
@@ -96,11 +103,20 @@ def test_the_biased_variance_would_fail_that_bound():
 
 def test_a_single_example_has_no_variance():
     stats = compute(draws(1))
-    for tree in (stats.variance(), stats.squared_mean(), stats.snr()):
-        assert np.isnan(flat(tree)).all()
     assert np.isfinite(flat(stats.mean)).all()
-    alone = compute(draws(3), jnp.array([0.0, 2.0, 0.0]))  # the other two do not take part
-    assert np.isnan(flat(alone.variance())).all() and int(alone.count) == 1
+    for derived in (stats.variance, stats.squared_mean, stats.snr, stats.noise_scale):
+        with pytest.raises(ValueError, match="one example .or group. has no variance: give two or more"):
+            derived()
+    with pytest.raises(ValueError, match="has no variance"):  # known from the shapes, so before anything is compiled
+        jax.jit(lambda b: per_example.grad_statistics(linear)(P, b)[0].variance())(draws(1))
+
+    @jax.jit
+    def traced(batch, weights):
+        stats, _ = per_example.grad_statistics(linear)(P, batch, weights=weights)
+        return stats.variance(), stats.squared_mean(), stats.snr(), stats.noise_scale(), stats.count
+
+    *derived, count = traced(draws(3), jnp.array([0.0, 2.0, 0.0]))  # the other two do not take part
+    assert np.isnan(flat(derived)).all() and int(count) == 1
 
 
 def test_noise_without_signal_has_an_infinite_scale():
@@ -115,15 +131,9 @@ def test_noise_without_signal_has_an_infinite_scale():
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_merged_halves_are_the_whole(group_size):
     batch = draws(8)
-    w = jnp.asarray([0.5, 0.0, 2.0, 1.5, 1.0, 3.0, 0.2, 1.0])[: 8 // group_size]
-    half = len(w) // 2
+    w = jnp.asarray([0.5, 0.0, 2.0, 1.5, 1.0, 3.0, 0.2, 1.0])
     parts = [
-        compute(
-            jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch),
-            w[half * i : half * (i + 1)],
-            group_size=group_size,
-        )
-        for i in range(2)
+        compute(jax.tree.map(lambda x, i=i: x[i : i + 4], batch), w[i : i + 4], group_size=group_size) for i in (0, 4)
     ]
     merged, whole = GradStatistics.merge(*parts), compute(batch, w, group_size=group_size)
     for a, e in zip(jax.tree.leaves(merged), jax.tree.leaves(whole), strict=True):
@@ -148,6 +158,23 @@ def test_the_limit_of_float32():
         errors[ratio] = np.max(np.abs(flat(compute(batch).raw_variance()) - variance) / variance)
     assert errors[10.0] < 1e-3
     assert errors[1e4] > 0.5
+
+
+@pytest.mark.parametrize("ratio", [1e4, 1e6])
+def test_a_shift_keeps_the_digits(ratio):
+    """Accumulated as g − shift, the variance is good where q − ḡ² has nothing left."""
+    batch = draws(16, mu=ratio, sigma=1.0)
+    shift = jax.tree.map(lambda x: jnp.full(x.shape[1:], ratio * (1 + 1e-5)), batch)
+    stats, _ = per_example.grad_statistics(linear, microbatch_size=4)(P, batch, shift=shift)
+    x = rows(batch)
+    np.testing.assert_allclose(flat(stats.variance()), x.var(axis=0, ddof=1), rtol=3e-5 if ratio < 1e5 else 3e-2)
+    np.testing.assert_allclose(flat(stats.mean), x.mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(flat(stats.mean_square), (x**2).mean(axis=0), rtol=1e-6)
+    halves = [jax.tree.map(lambda v, i=i: v[i : i + 8], batch) for i in (0, 8)]
+    shifts = [shift, jax.tree.map(lambda s: s * 0.99999, shift)]
+    parts = [per_example.grad_statistics(linear)(P, h, shift=s)[0] for h, s in zip(halves, shifts, strict=True)]
+    merged = GradStatistics.merge(*parts)
+    np.testing.assert_allclose(flat(merged.variance()), x.var(axis=0, ddof=1), rtol=1e-4 if ratio < 1e5 else 5e-2)
 
 
 def test_clamped_coordinates_are_counted():

@@ -1,0 +1,103 @@
+"""What can be known to be wrong before anything is computed, and how to say it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from perex_t5x.errors import ConfigError
+from perex_t5x.per_example.results import GradStatistics
+
+
+def check_number(
+    optimizer: str, name: str, value: Any, *, at_least: float = 0.0, below: float | None = None, above: bool = False
+) -> None:
+    """Raises unless `value` lies in [at_least, below), or in (at_least, below) with `above`.
+
+    Only numbers are judged: a schedule, a traced value (the trainer's learning rate) and None pass.
+
+    >>> check_number("adam", "b2", 1.0, below=1.0)
+    Traceback (most recent call last):
+    perex_t5x.errors.ConfigError: adam: b2 = 1.0 must be in [0, 1).
+    """
+    number = None if callable(value) else _known(value)
+    if number is None:
+        return
+    fits = (number > at_least if above else number >= at_least) and (below is None or number < below)
+    if not fits:
+        upper = "∞" if below is None else f"{below:g}"
+        raise ConfigError(
+            f"{optimizer}: {name} = {value} must be in {'(' if above else '['}{at_least:g}, {upper})."
+            + (" optax subtracts the step itself." if name == "learning_rate" else "")
+        )
+
+
+def _known(x: Any) -> Any:
+    """The number that x is, None where it is traced; NumPy's, since any operation of JAX is traced inside `jit`."""
+    return None if x is None or isinstance(x, jax.core.Tracer) else np.asarray(x)
+
+
+def check_choice(optimizer: str, name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ConfigError(f"{optimizer}: {name} = {value!r} must be one of {', '.join(map(repr, choices))}.")
+
+
+def check_statistics(optimizer: str, needs: Sequence[str], statistics: Any) -> None:
+    """Raises unless `statistics` is a `GradStatistics` that has what the optimizer needs."""
+    names = ", ".join(repr(name) for name in needs)
+    loop = (
+        f"    stats, _ = per_example.grad_statistics(loss_fn, ({names}))(params, batch)\n"
+        "    updates, state = optimizer.update(stats.mean, state, params, statistics=stats)\n"
+        "    params = optax.apply_updates(params, updates)"
+    )
+    if statistics is None:
+        raise ConfigError(
+            f"{optimizer} needs the statistics {names}, but update got no statistics=. A step is:\n{loop}"
+        )
+    if not isinstance(statistics, GradStatistics):
+        raise ConfigError(
+            f"{optimizer}: statistics= is a {type(statistics).__name__}, not a per_example.GradStatistics. "
+            f"A step is:\n{loop}"
+        )
+    missing = [name for name in needs if name not in statistics.averages]
+    if missing:
+        raise ConfigError(
+            f"{optimizer} needs the statistics {names}; given were {', '.join(map(repr, statistics.averages))}. "
+            f"Compute them with per_example.grad_statistics(loss_fn, ({names}))."
+        )
+
+
+def check_several_groups(optimizer: str, statistics: GradStatistics) -> None:
+    """Raises where it can be seen that there is a single example (or group): it has no variance.
+
+    Under `jit` the count is traced and cannot be seen; the variance is then NaN.
+    """
+    if _known(statistics.num_groups) == 1:
+        what = "example" if statistics.group_size == 1 else f"group of {statistics.group_size} examples"
+        raise ConfigError(
+            f"{optimizer} estimates the variance over examples, and one {what} has none. Use a larger batch"
+            f"{'' if statistics.group_size == 1 else ' or a smaller group_size'}."
+        )
+
+
+def refuse_multi_steps(optimizer: str) -> None:
+    """Raises inside `optax.MultiSteps`, which averages the updates but passes on the last microstep's statistics.
+
+    Nothing that optax hands down tells of it, but `init` and `update` run (or are traced) below a method of `MultiSteps`: so
+    its frame is on the Python stack, also under `jit` and `lax.cond`.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("self",) and isinstance(frame.f_locals.get("self"), optax.MultiSteps):
+            raise ConfigError(
+                f"{optimizer} inside optax.MultiSteps would see the statistics of the last microstep only. Accumulate "
+                "them instead, stats = GradStatistics.merge(stats, more), and update once with the result; or give "
+                "per_example.grad_statistics a microbatch_size."
+            )
+        frame = frame.f_back

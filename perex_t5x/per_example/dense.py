@@ -1,0 +1,221 @@
+"""Forms for matrix products: g_n = Σ_t s_nt r_ntᵀ."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from perex_t5x.per_example import jaxprs
+from perex_t5x.per_example.forms import Pre, Reduced, Reducer, Site, at_least_f32, over_examples
+
+# On a CPU a tile of the gradient and of its sums should stay in the cache while the examples pass by.
+CPU_TILE_BYTES = 512 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A `dot_general` of two batched operands without batch axes of its own."""
+
+    eqn: core.JaxprEqn
+    left: jax.Array  # [N, ...]
+    right: jax.Array
+    pre: Pre
+
+    @classmethod
+    def of(cls, eqn: core.JaxprEqn, site: Site, pre: Pre) -> Product | None:
+        (_, _), (batch_l, batch_r) = eqn.params["dimension_numbers"]
+        if batch_l or batch_r or not site.is_batched(*eqn.invars):
+            return None
+        left, right = eqn.invars
+        return cls(eqn, site.value(left)[0], site.value(right)[0], pre)
+
+    @property
+    def contracted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        (left, right), _ = self.eqn.params["dimension_numbers"]
+        return tuple(left), tuple(right)
+
+    @property
+    def free(self) -> tuple[list[int], list[int]]:
+        """Axes of one example's operands that the result keeps."""
+        l, r = self.contracted
+        return (
+            [i for i in range(self.left.ndim - 1) if i not in l],
+            [i for i in range(self.right.ndim - 1) if i not in r],
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.eqn.outvars[0].aval.shape)
+
+    def of_one(self, left: jax.Array, right: jax.Array) -> jax.Array:
+        """One example's gradient, from its operands."""
+        return at_least_f32(self.pre(jaxprs.bind(self.eqn, [left, right])[0]))
+
+    def matrices(self) -> tuple[jax.Array, jax.Array]:
+        """S_NxTxI and R_NxTxJ with g_n = reshape(S_nᵀ R_n)."""
+        result = []
+        for x, contracted, free in zip((self.left, self.right), self.contracted, self.free, strict=True):
+            x = x.transpose(0, *(i + 1 for i in contracted), *(i + 1 for i in free))
+            length = math.prod(x.shape[1 : 1 + len(contracted)])
+            result.append(x.reshape(x.shape[0], length, -1))
+        return result[0], result[1]
+
+
+def _product(site: Site) -> Product | None:
+    eqn = site.single("dot_general")
+    return None if eqn is None else Product.of(eqn, site, site.pre)
+
+
+def one_product_at_a_time(reducer: Reducer, site: Site) -> Reduced | None:
+    product = _product(site)
+    return None if product is None else reduce_product(reducer, product, site.initial, site.shift)
+
+
+def reduce_product(reducer: Reducer, product: Product, initial: Any, shift: jax.Array | None) -> Reduced:
+    """A loop over examples; on a CPU, within a loop over tiles of a large gradient."""
+    dtype = jnp.promote_types(product.eqn.outvars[0].aval.dtype, jnp.float32)
+    begin = reducer.begin(initial, product.shape, dtype)
+    which, axis, out_axis, tile = _tiling(product, dtype)
+    arguments = (begin, product.left, product.right, reducer.weights_N, reducer.scales_N, shift)
+    if tile >= product.shape[out_axis]:
+        sums, squares = _whole(reducer, product, *arguments)
+    else:
+
+        def tiled(*arguments: Any) -> Any:
+            return _by_tiles(reducer, product, which, axis, out_axis, tile, *arguments)
+
+        def whole(*arguments: Any) -> Any:
+            return _whole(reducer, product, *arguments)
+
+        sums, squares = jax.lax.platform_dependent(*arguments, cpu=tiled, default=whole)
+    return Reduced(sums, squares, "one at a time", math.prod(product.shape) * dtype.itemsize)
+
+
+def _whole(
+    reducer: Reducer, product: Product, begin: Any, left: Any, right: Any, weights: Any, scales: Any, shift: Any
+):
+    def step(sums: Any, x: Any) -> Any:
+        left, right, weight, scale = x
+        g = product.of_one(left, right)
+        return reducer.added(sums, g, weight, scale, shift), jnp.sum(jnp.square(g)) if reducer.norms else None
+
+    return over_examples(step, begin, (left, right, weights, scales), reducer.num_examples)
+
+
+def _tiling(product: Product, dtype: Any) -> tuple[int, int, int, int]:
+    """(operand, its axis, the result's axis, rows a tile): tiles of the longest axis that the result keeps."""
+    free_l, free_r = product.free
+    axes = [(0, a) for a in free_l] + [(1, a) for a in free_r]
+    if not axes:
+        return 0, 0, 0, 1 << 62
+    out_axis = max(range(len(axes)), key=lambda i: product.shape[i])
+    row_bytes = math.prod(product.shape) // max(product.shape[out_axis], 1) * dtype.itemsize
+    tile = max(CPU_TILE_BYTES // max(row_bytes, 1), 1)
+    if 2 * tile >= product.shape[out_axis]:
+        tile = product.shape[out_axis]
+    return *axes[out_axis], out_axis, tile
+
+
+def _by_tiles(
+    reducer: Reducer,
+    product: Product,
+    which: int,
+    axis: int,
+    out_axis: int,
+    tile: int,
+    begin: Any,
+    left: Any,
+    right: Any,
+    weights: Any,
+    scales: Any,
+    shift: Any,
+) -> Any:
+    n, length = reducer.num_examples, product.shape[out_axis]
+    operands = [left, right]
+    per_example = operands[which].shape[1:]
+
+    def one_tile(start: Any, size: int, sums: Any, squares: Any) -> Any:
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, out_axis)  # noqa: E731
+        shift_tile = None if shift is None else cut(shift)
+        sizes = tuple(size if i == axis else d for i, d in enumerate(per_example))
+
+        def add(i: Any, state: Any) -> Any:
+            tiles, squares = state
+            place = (i, *(start if k == axis else 0 for k in range(len(per_example))))
+            rows = [x[i] for x in operands]
+            rows[which] = jax.lax.dynamic_slice(operands[which], place, (1, *sizes)).reshape(sizes)
+            g = product.of_one(*rows)
+            weight, scale = (None if x is None else x[i] for x in (weights, scales))
+            tiles = reducer.added(tiles, g, weight, scale, shift_tile)
+            return tiles, None if squares is None else squares.at[i].add(jnp.sum(jnp.square(g)))
+
+        state = ([cut(s) for s in sums], squares)
+        tiles, squares = jax.lax.fori_loop(0, n, add, state) if n > 1 else add(0, state)
+        put = lambda s, t: jax.lax.dynamic_update_slice_in_dim(s, t, start, out_axis)  # noqa: E731
+        return [put(s, t) for s, t in zip(sums, tiles, strict=True)], squares
+
+    dtype = jnp.promote_types(product.eqn.outvars[0].aval.dtype, jnp.float32)
+    state = (begin, jnp.zeros(n, dtype) if reducer.norms else None)
+    state = jax.lax.fori_loop(0, length // tile, lambda j, state: one_tile(j * tile, tile, *state), state)
+    return one_tile(length - length % tile, length % tile, *state) if length % tile else state
+
+
+def factored(reducer: Reducer, site: Site) -> Reduced | None:
+    """g_n = s_n ⊗ r_n, a product whose contracted axes have size one, and every φ factorable: φ(S)ᵀ φ(R)."""
+    product = _product(site)
+    if product is None or not reducer.statistics or not all(s.factorable for s in reducer.statistics):
+        return None
+    length = math.prod(product.left.shape[1 + i] for i in product.contracted[0])
+    if length != 1 or site.shift is not None or product.left.dtype != product.right.dtype or reducer.num_examples < 2:
+        return None
+    l_NxI, r_NxJ = (at_least_f32(x[:, 0]) for x in product.matrices())
+    # A power of two per example moves between the two, so that φ of either overflows no sooner than φ of the product.
+    peak_N = jnp.max(jnp.abs(r_NxJ), axis=1)
+    usable_N = jnp.isfinite(peak_N) & (peak_N > 0)
+    power_N = jnp.exp2(jnp.floor(jnp.log2(jnp.where(usable_N, peak_N, 1.0))))[:, None]
+    # `pre` is linear: its factor shows on a one.
+    factor = site.pre(jnp.ones((), product.eqn.outvars[0].aval.dtype)).astype(l_NxI.dtype)
+    l_NxI, r_NxJ = l_NxI * power_N * factor, r_NxJ / power_N
+    scale, weight = reducer.column(reducer.scales_N, 2), reducer.column(reducer.weights_N, 2)
+    scale = None if scale is None else scale.astype(l_NxI.dtype)
+    begin = reducer.begin(site.initial, product.shape, l_NxI.dtype)
+    sums = []
+    for s, total in zip(reducer.statistics, begin, strict=True):
+        phi_l = reducer.weighted(reducer.phi(s, l_NxI, scale, None), weight)
+        phi_r = s.fn(r_NxJ)
+        if weight is not None:
+            phi_r = jnp.where(weight == 0, jnp.zeros_like(phi_r), phi_r)
+        added = jnp.einsum("ni,nj->ij", phi_l, phi_r, precision=product.eqn.params["precision"])
+        sums.append(total + added.reshape(total.shape))
+    squares = jnp.sum(jnp.square(l_NxI), axis=1) * jnp.sum(jnp.square(r_NxJ), axis=1) if reducer.norms else None
+    return Reduced(sums, squares, "factored", 0)
+
+
+def gram(reducer: Reducer, site: Site) -> Reduced | None:
+    """Only norms: |Sᵀ R|² = Σ (S Sᵀ) ∘ (R Rᵀ), cheaper than the product itself where the sequence is short."""
+    product = _product(site)
+    if product is None or reducer.statistics or not reducer.norms:
+        return None
+    s_NxTxI, r_NxTxJ = product.matrices()
+    length, i, j = s_NxTxI.shape[1], s_NxTxI.shape[2], r_NxTxJ.shape[2]
+    if length * (i + j) >= i * j:
+        return None
+    squares = gram_squares(product, s_NxTxI, r_NxTxJ)
+    return Reduced([], squares, "gram", 2 * length**2 * 4)
+
+
+def gram_squares(product: Product, s_NxTxI: jax.Array, r_NxTxJ: jax.Array) -> jax.Array:
+    precision = product.eqn.params["precision"]
+    factor = product.pre(jnp.ones((), product.eqn.outvars[0].aval.dtype)).astype(jnp.float32)
+
+    def one(rows: Sequence[jax.Array]) -> jax.Array:
+        a, b = (jnp.einsum("ti,ui->tu", x, x, precision=precision) for x in map(at_least_f32, rows))
+        return jnp.maximum(jnp.sum(a * b), 0.0)
+
+    return jax.lax.map(one, (s_NxTxI, r_NxTxJ)) * jnp.square(factor)

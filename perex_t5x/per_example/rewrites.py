@@ -1,0 +1,289 @@
+"""Programs rewritten so that gradients can be followed; every rewrite keeps the program's results.
+
+- A scan that adds gradients up in its carry (the weights of an RNN, or of a layer applied repeatedly) is split in two: the
+  scan without that carry, which stacks what the additions need, and the additions alone. The second is the gradient's
+  producer.
+- A `cond` whose predicate depends on the example becomes both branches and a selection, as `jax.vmap` makes it.
+- A scalar factor after a scan or remat is applied inside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from perex_t5x.per_example import jaxprs, plan
+
+
+def prepare(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable[int]) -> core.ClosedJaxpr:
+    """Applies the rewrites, each where the walk back from a wanted result meets its place."""
+    wanted = tuple(wanted)
+    for rewrite in (_selections, _scalings, _accumulations):
+        program = rewrite(program, batched, wanted)
+    return program
+
+
+def _tails(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> set[core.Var]:
+    """Everything between the wanted results and where their walk back ends, ends included."""
+    sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
+    through = plan.PERMUTATIONS | plan.UNARY | plan.CHEAP
+    found: set[core.Var] = set()
+    todo = [jaxpr.outvars[i] for i in wanted]
+    while todo:
+        v = todo.pop()
+        if isinstance(v, core.Literal) or v in found or v not in sources or uses[v] > 1:
+            continue
+        found.add(v)
+        eqn = sources[v][0]
+        if eqn.primitive.name in through:
+            todo.extend(x for x in eqn.invars if plan.size(x) >= 2)
+    return found
+
+
+def _rewritten(program: core.ClosedJaxpr, rules: dict[int, Any]) -> core.ClosedJaxpr:
+    """The program with some equations, by id, evaluated by other functions."""
+    if not rules:
+        return program
+
+    def rule(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+        if other := rules.get(id(eqn)):
+            return other(arguments)
+        return jaxprs.bind(eqn, arguments)
+
+    flat = lambda *arguments: jaxprs.evaluate(program.jaxpr, program.consts, arguments, rule)  # noqa: E731
+    return jaxprs.inline(jax.make_jaxpr(flat)(*(jaxprs.struct(v) for v in program.in_avals)))
+
+
+# --- cond on data -----------------------------------------------------------------------------------------------------
+
+
+def _selections(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    tails = _tails(program.jaxpr, wanted)
+    depends = jaxprs.dependent(program.jaxpr, batched)
+    rules = {}
+    for eqn in program.jaxpr.eqns:
+        predicate = eqn.invars[0] if eqn.primitive.name == "cond" else None
+        if predicate is not None and predicate in depends and any(v in tails for v in eqn.outvars):
+            rules[id(eqn)] = lambda arguments, eqn=eqn: _select(eqn, arguments)
+    return _rewritten(program, rules)
+
+
+def _select(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+    index, *operands = arguments
+    branches = eqn.params["branches"]
+    index = jnp.clip(index.astype(jnp.int32), 0, len(branches) - 1)
+    results = [jaxprs.evaluate(b.jaxpr, b.consts, operands) for b in branches]
+    which = index.astype(bool) if len(branches) == 2 else index
+    return [jax.lax.select_n(which, *values) for values in zip(*results, strict=True)]
+
+
+# --- factors ----------------------------------------------------------------------------------------------------------
+
+
+def _scalings(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    """factor · (a gradient out of a scan or remat): the body multiplies."""
+    del batched
+    sources, uses = jaxprs.source_of(program.jaxpr), jaxprs.use_counts(program.jaxpr)
+    order = {id(eqn): i for i, eqn in enumerate(program.jaxpr.eqns)}
+    inside: dict[int, dict[int, tuple[core.JaxprEqn, Any]]] = {}
+    for i in wanted:
+        v = program.jaxpr.outvars[i]
+        while isinstance(v, core.Var) and v in sources and uses[v] == 1:
+            eqn, index = sources[v]
+            if eqn.primitive.name == "mul" and (found := _factor(eqn, sources)):
+                v, factor = found
+                if v in sources and uses[v] == 1:
+                    body, index = sources[v]
+                    stacks = body.primitive.name == "scan" and index >= body.params["num_carry"]
+                    before = isinstance(factor, core.Literal) or factor not in sources
+                    if (stacks or body.primitive.name in jaxprs.REMAT) and (
+                        before or order[id(sources[factor][0])] < order[id(body)]
+                    ):
+                        inside.setdefault(id(body), {})[index] = (eqn, factor)
+                break
+            if not (plan.is_permutation(eqn) or eqn.primitive.name in plan.UNARY):
+                break
+            v = eqn.invars[0]
+    if not inside:
+        return program
+
+    # One pass over the program with its values at hand: the factor is read when its body is met.
+    jaxpr = program.jaxpr
+    multiplied = {id(eqn) for factors in inside.values() for eqn, _ in factors.values()}
+
+    def run(*arguments: Any) -> list[Any]:
+        env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+        env.update(zip(jaxpr.invars, arguments, strict=True))
+        read = lambda v: v.val if isinstance(v, core.Literal) else env[v]  # noqa: E731
+        for eqn in jaxpr.eqns:
+            values = [read(v) for v in eqn.invars]
+            if id(eqn) in multiplied:
+                outs = [values[0] if plan.size(eqn.invars[0]) == plan.size(eqn.outvars[0]) else values[1]]
+            elif id(eqn) in inside:
+                factors = {i: read(f) for i, (_, f) in inside[id(eqn)].items()}
+                outs = _bind_scaled(eqn, values, factors)
+            else:
+                outs = jaxprs.bind(eqn, values)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    return jaxprs.inline(jax.make_jaxpr(run)(*(jaxprs.struct(v) for v in program.in_avals)))
+
+
+def _factor(eqn: core.JaxprEqn, sources: Any) -> tuple[core.Var, Any] | None:
+    """(the large operand, the scalar) of a multiplication by a scalar, broadcast or not."""
+    for x, y in (eqn.invars, eqn.invars[::-1]):
+        if not isinstance(x, core.Var) or plan.size(x) < 2:
+            continue
+        if isinstance(y, core.Literal) or not y.aval.shape:
+            return x, y
+        source = sources[y][0] if y in sources else None
+        if source is not None and source.primitive.name == "broadcast_in_dim" and not source.invars[0].aval.shape:
+            return x, source.invars[0]
+    return None
+
+
+def _bind_scaled(eqn: core.JaxprEqn, values: Sequence[Any], factors: dict[int, Any]) -> list[Any]:
+    if eqn.primitive.name in jaxprs.REMAT:
+        body = jaxprs.closed(eqn.params["jaxpr"])
+
+        def scaled(*arguments: Any) -> list[Any]:
+            outs = jaxprs.evaluate(body.jaxpr, body.consts, arguments)
+            return [o * factors[i] if i in factors else o for i, o in enumerate(outs)]
+
+        policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+        return list(jax.checkpoint(scaled, policy=policy, prevent_cse=prevent_cse)(*values))
+    p = eqn.params
+    body, num_carry = p["jaxpr"], p["num_carry"]
+    consts, carry, xs = jaxprs.split_scan(values, p)
+
+    def step(carry: Any, x: Any) -> Any:
+        outs = jaxprs.evaluate(body.jaxpr, body.consts, [*consts, *carry, *x])
+        outs = [o * factors[i] if i in factors else o for i, o in enumerate(outs)]
+        return outs[:num_carry], outs[num_carry:]
+
+    carry, ys = jax.lax.scan(step, carry, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
+    return [*carry, *ys]
+
+
+# --- gradients in a carry ---------------------------------------------------------------------------------------------
+
+
+def _accumulations(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    del batched
+    tails, sources = _tails(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
+    rules = {}
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name != "scan" or plan.is_accumulation(eqn):
+            continue
+        indices = [i for i, v in enumerate(eqn.outvars[: eqn.params["num_carry"]]) if v in tails]
+        if not indices:
+            continue
+        body = jaxprs.inline(eqn.params["jaxpr"], remat=True)
+        added = {i: node for i in indices if (node := _addition(body.jaxpr, eqn.params, i)) is not None}
+        if added:
+            carry = jaxprs.split_scan(eqn.invars, eqn.params)[1]
+            from_zeros = {i for i in added if plan.is_zeros(carry[i], sources)}
+            rules[id(eqn)] = functools.partial(_split, eqn, body, added, from_zeros)
+    return _rewritten(program, rules)
+
+
+def _addition(body: core.Jaxpr, params: dict[str, Any], index: int) -> plan.Producer | None:
+    """How the body makes carry `index` from itself, if from nothing larger, and if nothing else looks at it."""
+    num_consts = params["num_consts"]
+    old, new = body.invars[num_consts + index], body.outvars[index]
+    sources, uses = jaxprs.source_of(body), jaxprs.use_counts(body)
+    if not isinstance(new, core.Var) or new not in sources or uses[new] > 1 or uses.get(old, 0) != 1:
+        return None
+    node = plan.produce(body, new, sources, uses)
+    if old not in node.leaves:
+        return None
+    stacked = sum(plan.size(v) for v in node.leaves if v is not old and v not in body.invars[:num_consts])
+    return node if params["length"] * stacked < plan.size(new) * 2 else None
+
+
+def _split(
+    eqn: core.JaxprEqn,
+    body: core.ClosedJaxpr,
+    added: dict[int, plan.Producer],
+    from_zeros: set[int],
+    arguments: Sequence[Any],
+) -> list[Any]:
+    p = eqn.params
+    num_consts, num_carry = p["num_consts"], p["num_carry"]
+    consts, carry, xs = jaxprs.split_scan(arguments, p)
+    invars = body.jaxpr.invars
+    const_values = dict(zip(invars[:num_consts], consts, strict=True))
+    leaves = {i: [v for v in node.leaves if v is not invars[num_consts + i]] for i, node in added.items()}
+    stacked = list(dict.fromkeys(v for vs in leaves.values() for v in vs if v not in const_values))
+    skipped = {id(e) for node in added.values() for e in node.eqns}
+    rest = [i for i in range(num_carry) if i not in added]
+    result_vars = [*(body.jaxpr.outvars[i] for i in rest), *body.jaxpr.outvars[num_carry:], *stacked]
+
+    def first(carry: Any, x: Any) -> Any:
+        env: dict[core.Var, Any] = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
+        env.update(const_values)
+        env.update(zip((invars[num_consts + i] for i in rest), carry, strict=True))
+        env.update(zip(invars[num_consts + num_carry :], x, strict=True))
+        read = lambda v: v.val if isinstance(v, core.Literal) else env[v]  # noqa: E731
+        for e in body.jaxpr.eqns:
+            if id(e) not in skipped:
+                env.update(zip(e.outvars, jaxprs.bind(e, [read(v) for v in e.invars]), strict=True))
+        outs = [read(v) for v in result_vars]
+        return outs[: len(rest)], outs[len(rest) :]
+
+    loop = {"length": p["length"], "reverse": p["reverse"]}
+    new_carry, ys = jax.lax.scan(first, [carry[i] for i in rest], xs, unroll=p["unroll"], **loop)
+    num_ys = len(body.jaxpr.outvars) - num_carry
+    stacks = dict(zip(stacked, ys[num_ys:], strict=True))
+    results: dict[int, Any] = dict(zip(rest, new_carry, strict=True))
+    for i, node in added.items():
+        old = invars[num_consts + i]
+        known = {v: const_values[v] for v in leaves[i] if v in const_values}
+        varying = {v: stacks[v] for v in leaves[i] if v in stacks}
+        if total := _contracted(node, old, varying):
+            results[i] = total[0] if i in from_zeros else carry[i] + total[0]
+        else:
+            results[i] = _added_up(node, old, carry[i], known, varying, loop)
+    return [*(results[i] for i in range(num_carry)), *ys[:num_ys]]
+
+
+def _contracted(node: plan.Producer, old: core.Var, varying: dict[core.Var, Any]) -> tuple[Any] | None:
+    """Σ over steps of a matrix product or sum: one with the steps contracted too."""
+    if len(node.eqns) != 2:
+        return None
+    product, add = node.eqns
+    if add.primitive.name not in plan.SUMS or old not in add.invars or product.outvars[0] not in add.invars:
+        return None
+    if not all(v in varying for v in product.invars):
+        return None
+    operands = [varying[v] for v in product.invars]
+    if product.primitive.name == "reduce_sum":
+        return (jnp.sum(operands[0], axis=(0, *(a + 1 for a in product.params["axes"]))),)
+    if product.primitive.name != "dot_general":
+        return None
+    (contract_l, contract_r), (batch_l, batch_r) = product.params["dimension_numbers"]
+    if batch_l or batch_r:
+        return None
+    shifted = tuple((0, *(a + 1 for a in axes)) for axes in (contract_l, contract_r))
+    params = {**product.params, "dimension_numbers": (shifted, ((), ()))}
+    return tuple(jaxprs.bind_with(product, operands, params))
+
+
+def _added_up(node: plan.Producer, old: core.Var, begin: Any, known: Any, varying: Any, loop: dict[str, Any]) -> Any:
+    """The additions alone, as a scan of their own."""
+    names = list(varying)
+
+    def step(total: Any, x: Any) -> Any:
+        env = {old: total, **known, **dict(zip(names, x, strict=True))}
+        for e in node.eqns:
+            values = [v.val if isinstance(v, core.Literal) else env[v] for v in e.invars]
+            env.update(zip(e.outvars, jaxprs.bind(e, values), strict=True))
+        return env[node.root], None
+
+    return jax.lax.scan(step, begin, [varying[v] for v in names], **loop)[0]

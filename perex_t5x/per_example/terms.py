@@ -1,0 +1,77 @@
+"""A producer as a sum of contributions: each a contraction, then moves of elements, casts and signs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax.extend import core
+
+from perex_t5x.per_example import jaxprs, plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One contribution: the result of `eqn`, after `chain` (in order of application)."""
+
+    eqn: core.JaxprEqn
+    chain: tuple[core.JaxprEqn, ...]
+
+    def unary(self, x: jax.Array) -> jax.Array:
+        """The casts and signs of the chain; they commute with its moves."""
+        for eqn in self.chain:
+            if not plan.is_permutation(eqn):
+                (x,) = jaxprs.bind(eqn, [x])
+        return x
+
+    def moved(self, x: jax.Array) -> jax.Array:
+        """The moves of elements of the chain."""
+        for eqn in self.chain:
+            if plan.is_permutation(eqn):
+                (x,) = jaxprs.bind(eqn, [x])
+        return x
+
+    def moved_back(self, x: jax.Array) -> jax.Array:
+        """The inverse of `moved`."""
+        shape = self.eqn.outvars[0].aval.shape
+        (x,) = jax.linear_transpose(self.moved, jax.ShapeDtypeStruct(shape, x.dtype))(x)
+        return x
+
+    @property
+    def transposed(self) -> bool | None:
+        """Of a matrix: whether the moves transpose it; None if they do something else."""
+        moves = [eqn for eqn in self.chain if plan.is_permutation(eqn)]
+        if len(self.eqn.outvars[0].aval.shape) != 2 or any(eqn.primitive.name != "transpose" for eqn in moves):
+            return None
+        return sum(tuple(eqn.params["permutation"]) == (1, 0) for eqn in moves) % 2 == 1
+
+
+def terms(node: plan.Producer) -> list[Term] | None:
+    """The contributions to a producer's root, or None if it is not such a sum."""
+    sources = {v: eqn for eqn in node.eqns for v in eqn.outvars}
+    found: list[Term] = []
+    used: set[int] = set()
+
+    def visit(v: core.Var, chain: tuple[core.JaxprEqn, ...]) -> bool:
+        eqn = sources.get(v) if isinstance(v, core.Var) else None
+        if eqn is None:
+            return False
+        used.add(id(eqn))
+        name = eqn.primitive.name
+        if name in plan.SUMS and not chain:
+            return all(visit(x, ()) for x in eqn.invars)
+        if plan.is_permutation(eqn) or name in plan.UNARY:
+            return visit(eqn.invars[0], (eqn, *chain))
+        if name == "scatter-add":
+            if not plan.is_zeros(eqn.invars[0], {v: (e, 0) for v, e in sources.items()}):
+                return False
+            if (zeros := sources.get(eqn.invars[0])) is not None:
+                used.add(id(zeros))
+        elif name not in ("dot_general", "reduce_sum"):
+            return False
+        found.append(Term(eqn, chain))
+        return True
+
+    if not visit(node.root, ()) or used != {id(eqn) for eqn in node.eqns}:
+        return None
+    return found
