@@ -43,10 +43,10 @@ class Product:
     @property
     def free(self) -> tuple[list[int], list[int]]:
         """Axes of one example's operands that the result keeps."""
-        l, r = self.contracted
+        left, right = self.contracted
         return (
-            [i for i in range(self.left.ndim - 1) if i not in l],
-            [i for i in range(self.right.ndim - 1) if i not in r],
+            [i for i in range(self.left.ndim - 1) if i not in left],
+            [i for i in range(self.right.ndim - 1) if i not in right],
         )
 
     @property
