@@ -213,7 +213,7 @@ class Reducer:
             return self.shared(site.gradient(*site.leaves), site.initial, site.shift)
         if self.unit == "token" and (form := tokens.per_token(self, site)):
             return form
-        for form in (dense.factored, sparse.sparse, sparse.sparse_plus_dense, dense.gram):
+        for form in (dense.factored, sparse.sparse, sparse.sparse_plus_dense, dense.gram, dense.one_product_at_a_time):
             if reduced := form(self, site):
                 return reduced
         example_size = sum(math.prod(v.aval.shape) for v, b in zip(site.node.leaves, site.batched, strict=True) if b)
@@ -221,7 +221,7 @@ class Reducer:
             in_axes = tuple(0 if b else None for b in site.batched)
             g_Nx = jax.vmap(site.gradient, in_axes=in_axes)(*site.leaves)
             return self.all_at_once(g_Nx, "all at once", initial=site.initial, shift=site.shift)
-        return dense.one_product_at_a_time(self, site) or self.one_at_a_time(site)
+        return self.one_at_a_time(site)
 
 
 def plus(initial: Any, sums: list[jax.Array]) -> list[jax.Array]:

@@ -5,6 +5,7 @@
   producer.
 - A `cond` whose predicate depends on the example becomes both branches and a selection, as `jax.vmap` makes it.
 - A scalar factor after a scan or remat is applied inside.
+- The transpose of a matrix product becomes the product of the operands exchanged, so that sums need no transpose.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from perex_t5x.per_example import jaxprs, plan
 def prepare(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable[int]) -> core.ClosedJaxpr:
     """Applies the rewrites, each where the walk back from a wanted result meets its place."""
     wanted = tuple(wanted)
-    for rewrite in (_selections, _scalings, _accumulations):
+    for rewrite in (_selections, _scalings, _accumulations, _transposes):
         program = rewrite(program, batched, wanted)
     return program
 
@@ -287,3 +288,38 @@ def _added_up(node: plan.Producer, old: core.Var, begin: Any, known: Any, varyin
         return env[node.root], None
 
     return jax.lax.scan(step, begin, [varying[v] for v in names], **loop)[0]
+
+
+# --- transposed products ----------------------------------------------------------------------------------------------
+
+
+def _transposes(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    del batched
+    tails, sources = _tails(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
+    rules: dict[int, Any] = {}
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name != "transpose" or eqn.outvars[0] not in tails or eqn.invars[0] not in tails:
+            continue
+        product = sources[eqn.invars[0]][0]
+        if product.primitive.name == "dot_general" and _exchanges(product, eqn.params["permutation"]):
+            rules[id(product)] = functools.partial(_exchanged, product)
+            rules[id(eqn)] = list
+    return _rewritten(program, rules)
+
+
+def _exchanges(product: core.JaxprEqn, permutation: Sequence[int]) -> bool:
+    """Whether the permutation puts all axes of the right operand before those of the left, both in order."""
+    (contract_l, contract_r), (batch_l, _) = product.params["dimension_numbers"]
+    left, right = (v.aval.ndim - len(c) for v, c in zip(product.invars, (contract_l, contract_r), strict=True))
+    return not batch_l and tuple(permutation) == (*range(left, left + right), *range(left))
+
+
+def _exchanged(product: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+    (contract_l, contract_r), batch = product.params["dimension_numbers"]
+    precision = product.params["precision"]
+    params = {
+        **product.params,
+        "dimension_numbers": ((contract_r, contract_l), batch),
+        "precision": precision[::-1] if isinstance(precision, tuple) else precision,
+    }
+    return jaxprs.bind_with(product, list(arguments)[::-1], params)
