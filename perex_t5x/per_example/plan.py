@@ -43,10 +43,11 @@ CHEAP = {
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A value (or a literal) that exists for all examples."""
+    """A value (or a literal) that exists for all examples; `small`, if no larger than what it is made of."""
 
     var: Any
     reason: str
+    small: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,8 @@ def make_plan(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> Plan:
             node = produce(jaxpr, v, sources, uses)
             deferred.update(id(e) for e in node.eqns)
             return node
-        return Kept(v, f"comes out of `{name}`")
+        small = name == "scan" and size(v) <= sum(size(x) for x in jaxprs.split_scan(eqn.invars, eqn.params)[2])
+        return Kept(v, f"comes out of `{name}`", small)
 
     nodes = {i: walk(jaxpr.outvars[i]) for i in wanted}
     needed = _needed(jaxpr, nodes, deferred)

@@ -5,13 +5,15 @@
   producer.
 - A `cond` whose predicate depends on the example becomes both branches and a selection, as `jax.vmap` makes it.
 - A scalar factor after a scan or remat is applied inside.
-- The transpose of a matrix product becomes the product of the operands exchanged, so that sums need no transpose.
+- The transpose of a matrix product becomes the product of the operands exchanged, so that sums need no transpose; a
+  matrix product that is cut up becomes as many products.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,11 +22,14 @@ from jax.extend import core
 
 from perex_t5x.per_example import jaxprs, plan
 
+# Evaluates an equation anew: (equation, its arguments, a function from earlier variables to values) -> results.
+Rule = Callable[[core.JaxprEqn, Sequence[Any], Callable[[Any], Any]], list[Any]]
+
 
 def prepare(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable[int]) -> core.ClosedJaxpr:
     """Applies the rewrites, each where the walk back from a wanted result meets its place."""
     wanted = tuple(wanted)
-    for rewrite in (_selections, _scalings, _accumulations, _transposes):
+    for rewrite in (_selections, _scalings, _accumulations, _transposes, _splits):
         program = rewrite(program, batched, wanted)
     return program
 
@@ -32,7 +37,7 @@ def prepare(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable
 def _tails(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> set[core.Var]:
     """Everything between the wanted results and where their walk back ends, ends included."""
     sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
-    through = plan.PERMUTATIONS | plan.UNARY | plan.CHEAP
+    through = plan.PERMUTATIONS | plan.UNARY | plan.CHEAP | {"split"}
     found: set[core.Var] = set()
     todo = [jaxpr.outvars[i] for i in wanted]
     while todo:
@@ -46,18 +51,24 @@ def _tails(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> set[core.Var]:
     return found
 
 
-def _rewritten(program: core.ClosedJaxpr, rules: dict[int, Any]) -> core.ClosedJaxpr:
+def _rewritten(program: core.ClosedJaxpr, rules: dict[int, Rule]) -> core.ClosedJaxpr:
     """The program with some equations, by id, evaluated by other functions."""
     if not rules:
         return program
+    jaxpr = program.jaxpr
 
-    def rule(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
-        if other := rules.get(id(eqn)):
-            return other(arguments)
-        return jaxprs.bind(eqn, arguments)
+    def run(*arguments: Any) -> list[Any]:
+        env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+        env.update(zip(jaxpr.invars, arguments, strict=True))
+        read = lambda v: v.val if isinstance(v, core.Literal) else env[v]  # noqa: E731
+        for eqn in jaxpr.eqns:
+            values = [read(v) for v in eqn.invars]
+            rule = rules.get(id(eqn))
+            outs = jaxprs.bind(eqn, values) if rule is None else rule(eqn, values, read)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
 
-    flat = lambda *arguments: jaxprs.evaluate(program.jaxpr, program.consts, arguments, rule)  # noqa: E731
-    return jaxprs.inline(jax.make_jaxpr(flat)(*(jaxprs.struct(v) for v in program.in_avals)))
+    return jaxprs.inline(jax.make_jaxpr(run)(*(jaxprs.struct(v) for v in program.in_avals)))
 
 
 # --- cond on data -----------------------------------------------------------------------------------------------------
@@ -70,11 +81,12 @@ def _selections(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tupl
     for eqn in program.jaxpr.eqns:
         predicate = eqn.invars[0] if eqn.primitive.name == "cond" else None
         if predicate is not None and predicate in depends and any(v in tails for v in eqn.outvars):
-            rules[id(eqn)] = lambda arguments, eqn=eqn: _select(eqn, arguments)
+            rules[id(eqn)] = _select
     return _rewritten(program, rules)
 
 
-def _select(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+def _select(eqn: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
+    del read
     index, *operands = arguments
     branches = eqn.params["branches"]
     index = jnp.clip(index.astype(jnp.int32), 0, len(branches) - 1)
@@ -91,49 +103,36 @@ def _scalings(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[
     del batched
     sources, uses = jaxprs.source_of(program.jaxpr), jaxprs.use_counts(program.jaxpr)
     order = {id(eqn): i for i, eqn in enumerate(program.jaxpr.eqns)}
-    inside: dict[int, dict[int, tuple[core.JaxprEqn, Any]]] = {}
+    rules: dict[int, Rule] = {}
+    inside: dict[int, dict[int, list[Any]]] = {}  # body -> result -> factors
     for i in wanted:
-        v = program.jaxpr.outvars[i]
+        v, factors, multiplications = program.jaxpr.outvars[i], [], []
         while isinstance(v, core.Var) and v in sources and uses[v] == 1:
             eqn, index = sources[v]
             if eqn.primitive.name == "mul" and (found := _factor(eqn, sources)):
                 v, factor = found
-                if v in sources and uses[v] == 1:
-                    body, index = sources[v]
-                    stacks = body.primitive.name == "scan" and index >= body.params["num_carry"]
-                    before = isinstance(factor, core.Literal) or factor not in sources
-                    if (stacks or body.primitive.name in jaxprs.REMAT) and (
-                        before or order[id(sources[factor][0])] < order[id(body)]
-                    ):
-                        inside.setdefault(id(body), {})[index] = (eqn, factor)
-                break
-            if not (plan.is_permutation(eqn) or eqn.primitive.name in plan.UNARY):
-                break
-            v = eqn.invars[0]
-    if not inside:
-        return program
-
-    # One pass over the program with its values at hand: the factor is read when its body is met.
-    jaxpr = program.jaxpr
-    multiplied = {id(eqn) for factors in inside.values() for eqn, _ in factors.values()}
-
-    def run(*arguments: Any) -> list[Any]:
-        env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        env.update(zip(jaxpr.invars, arguments, strict=True))
-        read = lambda v: v.val if isinstance(v, core.Literal) else env[v]  # noqa: E731
-        for eqn in jaxpr.eqns:
-            values = [read(v) for v in eqn.invars]
-            if id(eqn) in multiplied:
-                outs = [values[0] if plan.size(eqn.invars[0]) == plan.size(eqn.outvars[0]) else values[1]]
-            elif id(eqn) in inside:
-                factors = {i: read(f) for i, (_, f) in inside[id(eqn)].items()}
-                outs = _bind_scaled(eqn, values, factors)
+                factors.append(factor)
+                multiplications.append(eqn)
+            elif plan.is_permutation(eqn) or eqn.primitive.name in plan.UNARY:
+                v = eqn.invars[0]
             else:
-                outs = jaxprs.bind(eqn, values)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+                stacks = eqn.primitive.name == "scan" and index >= eqn.params["num_carry"]
+                known = all(
+                    isinstance(f, core.Literal) or f not in sources or order[id(sources[f][0])] < order[id(eqn)]
+                    for f in factors
+                )
+                if factors and known and (stacks or eqn.primitive.name in jaxprs.REMAT):
+                    inside.setdefault(id(eqn), {})[index] = factors
+                    rules.update((id(m), _large_operand) for m in multiplications)
+                break
+    for body, factors in inside.items():
+        rules[body] = functools.partial(_bind_scaled, factors)
+    return _rewritten(program, rules)
 
-    return jaxprs.inline(jax.make_jaxpr(run)(*(jaxprs.struct(v) for v in program.in_avals)))
+
+def _large_operand(eqn: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
+    del read
+    return [arguments[0] if plan.size(eqn.invars[0]) == plan.size(eqn.outvars[0]) else arguments[1]]
 
 
 def _factor(eqn: core.JaxprEqn, sources: Any) -> tuple[core.Var, Any] | None:
@@ -149,7 +148,8 @@ def _factor(eqn: core.JaxprEqn, sources: Any) -> tuple[core.Var, Any] | None:
     return None
 
 
-def _bind_scaled(eqn: core.JaxprEqn, values: Sequence[Any], factors: dict[int, Any]) -> list[Any]:
+def _bind_scaled(factor_vars: dict[int, Any], eqn: core.JaxprEqn, values: Sequence[Any], read: Any) -> list[Any]:
+    factors = {i: functools.reduce(operator.mul, map(read, vs)) for i, vs in factor_vars.items()}
     if eqn.primitive.name in jaxprs.REMAT:
         body = jaxprs.closed(eqn.params["jaxpr"])
 
@@ -190,7 +190,7 @@ def _accumulations(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: t
         if added:
             carry = jaxprs.split_scan(eqn.invars, eqn.params)[1]
             from_zeros = {i for i in added if plan.is_zeros(carry[i], sources)}
-            rules[id(eqn)] = functools.partial(_split, eqn, body, added, from_zeros)
+            rules[id(eqn)] = functools.partial(_split, body, added, from_zeros)
     return _rewritten(program, rules)
 
 
@@ -209,12 +209,14 @@ def _addition(body: core.Jaxpr, params: dict[str, Any], index: int) -> plan.Prod
 
 
 def _split(
-    eqn: core.JaxprEqn,
     body: core.ClosedJaxpr,
     added: dict[int, plan.Producer],
     from_zeros: set[int],
+    eqn: core.JaxprEqn,
     arguments: Sequence[Any],
+    read: Any,
 ) -> list[Any]:
+    del read
     p = eqn.params
     num_consts, num_carry = p["num_consts"], p["num_carry"]
     consts, carry, xs = jaxprs.split_scan(arguments, p)
@@ -290,20 +292,20 @@ def _added_up(node: plan.Producer, old: core.Var, begin: Any, known: Any, varyin
     return jax.lax.scan(step, begin, [varying[v] for v in names], **loop)[0]
 
 
-# --- transposed products ----------------------------------------------------------------------------------------------
+# --- what follows a product -------------------------------------------------------------------------------------------
 
 
 def _transposes(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
     del batched
     tails, sources = _tails(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
-    rules: dict[int, Any] = {}
+    rules: dict[int, Rule] = {}
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name != "transpose" or eqn.outvars[0] not in tails or eqn.invars[0] not in tails:
             continue
         product = sources[eqn.invars[0]][0]
         if product.primitive.name == "dot_general" and _exchanges(product, eqn.params["permutation"]):
-            rules[id(product)] = functools.partial(_exchanged, product)
-            rules[id(eqn)] = list
+            rules[id(product)] = _exchanged
+            rules[id(eqn)] = lambda eqn, arguments, read: list(arguments)
     return _rewritten(program, rules)
 
 
@@ -314,7 +316,8 @@ def _exchanges(product: core.JaxprEqn, permutation: Sequence[int]) -> bool:
     return not batch_l and tuple(permutation) == (*range(left, left + right), *range(left))
 
 
-def _exchanged(product: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+def _exchanged(product: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
+    del read
     (contract_l, contract_r), batch = product.params["dimension_numbers"]
     precision = product.params["precision"]
     params = {
@@ -323,3 +326,31 @@ def _exchanged(product: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
         "precision": precision[::-1] if isinstance(precision, tuple) else precision,
     }
     return jaxprs.bind_with(product, list(arguments)[::-1], params)
+
+
+def _splits(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    """A product that is cut up, as the gradient of concatenated parameters is: one product for each part."""
+    del batched
+    tails, sources = _tails(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
+    rules: dict[int, Rule] = {}
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name == "split" and any(v in tails for v in eqn.outvars) and eqn.invars[0] in sources:
+            product = sources[eqn.invars[0]][0]
+            if product.primitive.name == "dot_general" and not product.params["dimension_numbers"][1][0]:
+                rules[id(eqn)] = functools.partial(_split_product, product)
+    return _rewritten(program, rules)
+
+
+def _split_product(product: core.JaxprEqn, eqn: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
+    del arguments
+    contracted, _ = product.params["dimension_numbers"]
+    operands = [read(v) for v in product.invars]
+    free = [(k, a) for k in (0, 1) for a in range(jnp.ndim(operands[k])) if a not in contracted[k]]
+    which, axis = free[eqn.params["axis"]]
+    parts, start = [], 0
+    for length in eqn.params["sizes"]:
+        cut = list(operands)
+        cut[which] = jax.lax.slice_in_dim(operands[which], start, start + length, axis=axis)
+        parts += jaxprs.bind(product, cut)
+        start += length
+    return parts

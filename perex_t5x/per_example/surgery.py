@@ -112,11 +112,12 @@ def run(
             case Producer(leaves=leaves):
                 values, flags = zip(*map(read, leaves), strict=True) if leaves else ((), ())
                 return reducer.producer(Site(node, values, flags, want.pre, want.initial, want.shift))
-            case Kept(var=v, reason=reason):
+            case Kept(var=v, reason=reason, small=small):
                 value, flag = read(v)
                 if not flag:
                     return reducer.shared(want.pre(jnp.asarray(value)), want.initial, want.shift)
-                return reducer.all_at_once(want.pre(value), "kept", reason, want.initial, want.shift)
+                form, note = ("all at once", "") if small else ("kept", reason)
+                return reducer.all_at_once(want.pre(value), form, note, want.initial, want.shift)
         raise AssertionError(node)
 
     reductions = {i: reduce(node, wanted[i]) for i, node in plan.nodes.items()}
