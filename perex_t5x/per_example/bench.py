@@ -1,9 +1,9 @@
-"""What do per-example statistics cost? Plain gradient, vmap, `optax.microbatching.micro_grad`, surgery; in turns.
+"""What do per-example statistics cost? Plain gradient, loop, vmap, `optax.microbatching.micro_grad`, surgery; in turns.
 
     python -m perex_t5x.per_example.bench                       # the decoder of the documentation, scanned and unrolled
     python -m perex_t5x.per_example.bench --model=mlp --rounds=9
 
-Mean and mean square (the plain gradient: the mean alone). Every program is timed all at once and at the microbatch size
+Mean and mean square (the plain gradient: the mean alone); `two passes` is surgery with clip_norm. Every program is timed all at once and at the microbatch size
 that is best for it, the plain gradient too. All programs take turns within a round; times are medians over rounds, with the
 spread (quartiles), as ratios to the plain gradient all at once and at its best. Temporary memory is the compiler's.
 """
@@ -138,6 +138,7 @@ def programs(loss: Callable[..., Any], examples: int) -> dict[str, Callable[[int
         "vmap": lambda micro: grad_statistics(loss, method="vmap", microbatch_size=micro),
         "micro_grad": micro_grad,
         "surgery": lambda micro: grad_statistics(loss, microbatch_size=micro),
+        "two passes": lambda micro: grad_statistics(loss, microbatch_size=micro, clip_norm=1.0),
     }
 
 

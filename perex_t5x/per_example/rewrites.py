@@ -3,6 +3,7 @@
 - A scan that adds gradients up in its carry (the weights of an RNN, or of a layer applied repeatedly) is split in two: the
   scan without that carry, which stacks what the additions need, and the additions alone. The second is the gradient's
   producer.
+- A sum over axes of size one becomes a reshape.
 - A `cond` whose predicate depends on the example becomes both branches and a selection, as `jax.vmap` makes it.
 - A scalar factor after a scan or remat is applied inside.
 - The transpose of a matrix product becomes the product of the operands exchanged, so that sums need no transpose; a
@@ -29,7 +30,7 @@ Rule = Callable[[core.JaxprEqn, Sequence[Any], Callable[[Any], Any]], list[Any]]
 def prepare(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable[int]) -> core.ClosedJaxpr:
     """Applies the rewrites, each where the walk back from a wanted result meets its place."""
     wanted = tuple(wanted)
-    for rewrite in (_selections, _scalings, _accumulations, _transposes, _splits):
+    for rewrite in (_sums_of_one, _selections, _scalings, _accumulations, _transposes, _splits):
         program = rewrite(program, batched, wanted)
     return program
 
@@ -69,6 +70,19 @@ def _rewritten(program: core.ClosedJaxpr, rules: dict[int, Rule]) -> core.Closed
         return [read(v) for v in jaxpr.outvars]
 
     return jaxprs.inline(jax.make_jaxpr(run)(*(jaxprs.struct(v) for v in program.in_avals)))
+
+
+# --- sums that add nothing --------------------------------------------------------------------------------------------
+
+
+def _sums_of_one(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    """A sum over axes of size one moves no number: what it hides may be a sum over positions."""
+    del batched, wanted
+    rules: dict[int, Rule] = {}
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name == "reduce_sum" and plan.size(eqn.invars[0]) == plan.size(eqn.outvars[0]):
+            rules[id(eqn)] = lambda eqn, arguments, read: [arguments[0].reshape(eqn.outvars[0].aval.shape)]
+    return _rewritten(program, rules)
 
 
 # --- cond on data -----------------------------------------------------------------------------------------------------
