@@ -3,9 +3,10 @@
     python -m perex_t5x.per_example.bench                       # the decoder of the documentation, scanned and unrolled
     python -m perex_t5x.per_example.bench --model=mlp --rounds=9
 
-Mean and mean square (the plain gradient: the mean alone); `two passes` is surgery with clip_norm. Every program is timed all at once and at the microbatch size
-that is best for it, the plain gradient too. All programs take turns within a round; times are medians over rounds, with the
-spread (quartiles), as ratios to the plain gradient all at once and at its best. Temporary memory is the compiler's.
+Mean and mean square (the plain gradient: the mean alone); `two passes` is surgery with clip_norm. Every program is timed
+all at once and at the microbatch size that is best for it, the plain gradient too. All programs take turns within a round;
+times are medians over rounds, with the spread (quartiles), as ratios to the plain gradient all at once and at its best.
+Temporary memory is the compiler's.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def decoder(size: Size, scanned: bool) -> tuple[Callable[..., Any], Any, Any]:
 def mlp(size: Size) -> tuple[Callable[..., Any], Any, Any]:
     """Dense layers without a sequence axis: the factored form."""
     keys = jax.random.split(jax.random.key(0), size.layers + 1)
-    d = 4 * size.width
+    d = 2 * size.width
     params = [jax.random.normal(k, (d, d)) * d**-0.5 for k in keys[1:]]
 
     def loss(params: Any, x_BxD: jax.Array) -> jax.Array:

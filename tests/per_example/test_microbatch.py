@@ -28,7 +28,9 @@ def test_the_model_of_the_cost():
     scanned = jax.make_jaxpr(layers)(jnp.ones((5, 4, 4)), x)
     assert matmul_flops(scanned.jaxpr) == 5 * 2 * 10 * 4 * 4
     assert peak_bytes(jax.make_jaxpr(lambda x: jnp.sin(jnp.cos(x)))(x).jaxpr) == 2 * 40 * 4  # both alive at once
-    conv = jax.make_jaxpr(lambda k, x: jax.lax.conv(x, k, (1, 1), "SAME"))(jnp.ones((8, 3, 3, 3)), jnp.ones((1, 3, 5, 5)))
+    conv = jax.make_jaxpr(lambda k, x: jax.lax.conv(x, k, (1, 1), "SAME"))(
+        jnp.ones((8, 3, 3, 3)), jnp.ones((1, 3, 5, 5))
+    )
     assert matmul_flops(conv.jaxpr) == 2 * (8 * 5 * 5) * (3 * 3 * 3)
 
 

@@ -37,6 +37,21 @@ def recurrent(p, h, _):
     return jax.lax.scan(lambda h, _: (jnp.tanh(h @ p["w"] + row(p["b"], h)), None), h, None, length=3)[0]
 
 
+def recurrent_remat(p, h, _):
+    step = jax.checkpoint(lambda h, _: (jnp.tanh(h @ p["w"]) @ p["v"], None), prevent_cse=False)
+    return jax.lax.scan(step, h, None, length=2)[0]
+
+
+def layers_and_shared(p, h, _):
+    """A scan that stacks the gradient of one parameter and carries that of another."""
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w) @ p["w"], None), h, p["stack"])[0]
+
+
+def one_of_three(p, h, batch):
+    sides = [lambda: h @ p["w"], lambda: h @ p["v"].T, lambda: h]
+    return jax.lax.switch(batch["ids"][0, 0], sides)
+
+
 def branch(p, h, batch):
     return jax.lax.cond(batch["s"][0] > 0, lambda: h @ p["w"], lambda: h * row(p["b"], h))
 
@@ -62,7 +77,12 @@ OPERATIONS = {
     "elementwise_on_parameter": lambda p, h, _: h @ (jnp.sin(p["w"]) * p["v"]),
     "layers": over_layers,
     "recurrent": recurrent,
+    "recurrent_remat": recurrent_remat,
+    "layers_and_shared": layers_and_shared,
     "branch": branch,
+    "one_of_three": one_of_three,
+    "unstacked": lambda p, h, _: jnp.tanh(h @ p["stack"][0]) @ p["stack"][1],
+    "side_by_side": lambda p, h, _: (h @ jnp.concatenate([p["w"], p["v"]], axis=1))[..., 1 : D + 1],
     "concatenated": lambda p, h, _: h @ jnp.concatenate([p["w"][:1], p["v"][1:]]),
     "padded": lambda p, h, _: h @ jnp.pad(p["w"][:2], ((0, 1), (0, 0))),
     "sliced": lambda p, h, _: h * row(p["long"][1:4], h),
@@ -88,7 +108,7 @@ def make_loss(names):
     return loss
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=35, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(names=st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4))
 def test_random_graphs(names):
     loss = make_loss(names)
