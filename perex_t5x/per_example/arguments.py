@@ -69,12 +69,14 @@ class Selected:
       names: of the selected leaves, 'layers/w'; with several argnums the argument's number comes first.
       chosen: of all leaves of those arguments, which are selected.
       tree: the structure of the gradient: of the argument, or of a tuple of arguments.
+      shapes: of the selected leaves.
     """
 
     roles: Roles
     names: tuple[str, ...]
     chosen: tuple[bool, ...]
     tree: Any
+    shapes: tuple[tuple[int, ...], ...]
 
     @classmethod
     def make(cls, arguments: Sequence[Any], roles: Roles, wanted: Callable[[str], bool] | None) -> Selected:
@@ -96,7 +98,8 @@ class Selected:
                 )
         differentiated = tuple(arguments[i] for i in roles.argnums)
         tree = jax.tree.structure(differentiated[0] if roles.single else differentiated)
-        return cls(roles, tuple(n for n, c in zip(names, chosen, strict=True) if c), tuple(chosen), tree)
+        picked = [(n, jnp.shape(x)) for n, x, c in zip(names, leaves, chosen, strict=True) if c]
+        return cls(roles, tuple(n for n, _ in picked), tuple(chosen), tree, tuple(shape for _, shape in picked))
 
     def leaves(self, arguments: Sequence[Any]) -> list[Any]:
         every = jax.tree.leaves(tuple(arguments[i] for i in self.roles.argnums))
@@ -132,13 +135,16 @@ class Selected:
 
     def like_parameters(self, tree: Any, what: str) -> list[Any]:
         """The selected leaves of another tree of the parameters' structure."""
-        is_none = lambda x: x is None  # noqa: E731
-        leaves = jax.tree.leaves(tree, is_leaf=is_none)
-        if len(leaves) != len(self.chosen):
-            raise ValueError(
-                f"{what} has {len(leaves)} leaves, the parameters {len(self.chosen)}: give a tree like them."
-            )
-        return [x for x, c in zip(leaves, self.chosen, strict=True) if c]
+        try:
+            leaves = self.tree.flatten_up_to(tree)
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"{what} does not have the parameters' structure: {e}") from e
+        chosen = [x for x, c in zip(leaves, self.chosen, strict=True) if c]
+        for name, x, shape in zip(self.names, chosen, self.shapes, strict=True):
+            if x is None or jnp.shape(x) != shape:
+                given = "nothing" if x is None else f"shape {jnp.shape(x)}"
+                raise ValueError(f"{what} has {given} for parameter {name} of shape {shape}.")
+        return chosen
 
 
 def _tuple(x: int | Sequence[int]) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -53,6 +52,18 @@ class Product:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.eqn.outvars[0].aval.shape)
 
+    @property
+    def dtype(self) -> Any:
+        """Of the gradient, when φ sees it."""
+        zero = jax.ShapeDtypeStruct((), self.eqn.outvars[0].aval.dtype)
+        return jax.eval_shape(lambda x: at_least_f32(self.pre(x)), zero).dtype
+
+    @property
+    def has_wide_range(self) -> bool:
+        """Whether the product overflows no sooner than float32 does, so that other forms of it may be computed in that."""
+        dtype = self.eqn.outvars[0].aval.dtype
+        return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
+
     def of_one(self, left: jax.Array, right: jax.Array) -> jax.Array:
         """One example's gradient, from its operands."""
         return at_least_f32(self.pre(jaxprs.bind(self.eqn, [left, right])[0]))
@@ -79,7 +90,7 @@ def one_product_at_a_time(reducer: Reducer, site: Site) -> Reduced | None:
 
 def reduce_product(reducer: Reducer, product: Product, initial: Any, shift: jax.Array | None) -> Reduced:
     """A loop over examples; on a CPU, within a loop over tiles of a large gradient."""
-    dtype = jnp.promote_types(product.eqn.outvars[0].aval.dtype, jnp.float32)
+    dtype = product.dtype
     begin = reducer.begin(initial, product.shape, dtype)
     which, axis, out_axis, tile = _tiling(product, dtype)
     arguments = (begin, product.left, product.right, reducer.weights_N, reducer.scales_N, shift)
@@ -160,7 +171,7 @@ def _by_tiles(
         put = lambda s, t: jax.lax.dynamic_update_slice_in_dim(s, t, start, out_axis)  # noqa: E731
         return [put(s, t) for s, t in zip(sums, tiles, strict=True)], squares
 
-    dtype = jnp.promote_types(product.eqn.outvars[0].aval.dtype, jnp.float32)
+    dtype = product.dtype
     state = (begin, jnp.zeros(n, dtype) if reducer.norms else None)
     state = jax.lax.fori_loop(0, length // tile, lambda j, state: one_tile(j * tile, tile, *state), state)
     return one_tile(length - length % tile, length % tile, *state) if length % tile else state
@@ -174,7 +185,9 @@ def factored(reducer: Reducer, site: Site) -> Reduced | None:
     length = math.prod(product.left.shape[1 + i] for i in product.contracted[0])
     if length != 1 or site.shift is not None or product.left.dtype != product.right.dtype or reducer.num_examples < 2:
         return None
-    l_NxI, r_NxJ = (at_least_f32(x[:, 0]) for x in product.matrices())
+    if not product.has_wide_range:
+        return None
+    l_NxI, r_NxJ = (x[:, 0].astype(product.dtype) for x in product.matrices())
     # A power of two per example moves between the two, so that φ of either overflows no sooner than φ of the product.
     peak_N = jnp.max(jnp.abs(r_NxJ), axis=1)
     usable_N = jnp.isfinite(peak_N) & (peak_N > 0)
@@ -200,7 +213,7 @@ def factored(reducer: Reducer, site: Site) -> Reduced | None:
 def gram(reducer: Reducer, site: Site) -> Reduced | None:
     """Only norms: |Sᵀ R|² = Σ (S Sᵀ) ∘ (R Rᵀ), cheaper than the product itself where the sequence is short."""
     product = _product(site)
-    if product is None or reducer.statistics or not reducer.norms:
+    if product is None or reducer.statistics or not reducer.norms or not product.has_wide_range:
         return None
     s_NxTxI, r_NxTxJ = product.matrices()
     length, i, j = s_NxTxI.shape[1], s_NxTxI.shape[2], r_NxTxJ.shape[2]
@@ -211,11 +224,23 @@ def gram(reducer: Reducer, site: Site) -> Reduced | None:
 
 
 def gram_squares(product: Product, s_NxTxI: jax.Array, r_NxTxJ: jax.Array) -> jax.Array:
+    """|Sᵀ R|² of each example; where its terms cancel, from the product itself."""
     precision = product.eqn.params["precision"]
-    factor = product.pre(jnp.ones((), product.eqn.outvars[0].aval.dtype)).astype(jnp.float32)
 
-    def one(rows: Sequence[jax.Array]) -> jax.Array:
-        a, b = (jnp.einsum("ti,ui->tu", x, x, precision=precision) for x in map(at_least_f32, rows))
-        return jnp.maximum(jnp.sum(a * b), 0.0)
+    def balanced(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x over a power of two near its largest entry, so that products neither vanish nor overflow; and the power."""
+        x = x.astype(product.dtype)
+        peak = jnp.max(jnp.abs(x), initial=0.0)
+        power = jnp.exp2(jnp.floor(jnp.log2(jnp.where(jnp.isfinite(peak) & (peak > 0), peak, 1.0))))
+        return x / power, power
 
+    def one(rows: tuple[jax.Array, jax.Array]) -> jax.Array:
+        (s, s_power), (r, r_power) = map(balanced, rows)
+        terms = jnp.einsum("ti,ui->tu", s, s, precision=precision) * jnp.einsum("tj,uj->tu", r, r, precision=precision)
+        total = jnp.sum(terms)
+        exact = lambda: jnp.sum(jnp.square(jnp.einsum("ti,tj->ij", s, r, precision=precision)))  # noqa: E731
+        total = jax.lax.cond(total < 0.05 * jnp.sum(jnp.abs(terms)), exact, lambda: total)
+        return jnp.square(jnp.sqrt(total) * s_power * r_power)
+
+    factor = product.pre(jnp.ones((), product.eqn.outvars[0].aval.dtype)).astype(product.dtype)
     return jax.lax.map(one, (s_NxTxI, r_NxTxJ)) * jnp.square(factor)

@@ -29,6 +29,7 @@ from perex_t5x.per_example import jaxprs
 from perex_t5x.per_example.plan import Producer
 from perex_t5x.per_example.statistic import SHIFTABLE, Statistic
 
+MIXED_UNITS = "partly per token"
 Pre = Callable[[jax.Array], jax.Array]
 
 
@@ -92,6 +93,12 @@ class Site:
 
     def is_batched(self, *vs: Any) -> bool:
         return all(isinstance(v, core.Var) and v in self.node.leaves and self.value(v)[1] for v in vs)
+
+    @property
+    def dtype(self) -> Any:
+        """Of the gradient, when φ sees it."""
+        zero = jax.ShapeDtypeStruct((), self.node.root.aval.dtype)
+        return jax.eval_shape(lambda x: at_least_f32(self.pre(x)), zero).dtype
 
     def single(self, primitive: str) -> core.JaxprEqn | None:
         """The producer's equation, if it is only one, of this primitive."""
@@ -207,6 +214,13 @@ class Reducer:
 
     def producer(self, site: Site) -> Reduced:
         """Chooses the form for a producer: the first that applies."""
+        reduced = self._by_first_form(site)
+        if any(site.value(v)[1] for v in site.node.held):  # its leaves are such gradients
+            held = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in site.node.held) * self.num_examples
+            return dataclasses.replace(reduced, form="kept", note=site.node.note, transient_bytes=held)
+        return reduced
+
+    def _by_first_form(self, site: Site) -> Reduced:
         from perex_t5x.per_example import dense, sparse, tokens
 
         if not any(site.batched):

@@ -13,7 +13,7 @@ import numpy as np
 
 from perex_t5x.per_example import jaxprs, microbatch, surgery
 from perex_t5x.per_example.arguments import Roles, Selected, check_divides, num_examples, parameter_filter
-from perex_t5x.per_example.forms import Reduced, Reducer
+from perex_t5x.per_example.forms import MIXED_UNITS, Reduced, Reducer
 from perex_t5x.per_example.results import GradStatistics, PerExample, unshifted
 from perex_t5x.per_example.statistic import SHIFTABLE, Statistic, as_statistics
 
@@ -272,8 +272,8 @@ class _Call:
         )
         if inputs.shift is not None and options.unit == "token":
             raise ValueError("unit='token' takes no shift.")
-        if inputs.shift is not None and {s.name for s in options.statistics}.isdisjoint(SHIFTABLE):
-            raise ValueError(f"shift is for the statistics {', '.join(SHIFTABLE)}, and none of them is asked for.")
+        if inputs.shift is not None and not {s.name for s in options.statistics}.issuperset(SHIFTABLE):
+            raise ValueError(f"shift needs the statistics {' and '.join(SHIFTABLE)}: ask for both.")
         return cls(loss_fn, options, selected, len(arguments), count, micro, inputs)
 
     def shapes(self) -> Any:
@@ -418,7 +418,7 @@ def _chunk(call: _Call, inputs: _Inputs, initial: Any) -> tuple[dict[str, Any], 
         sums["position_weight_square"] = jnp.sum(jnp.square(w) * most)
         sums["positions"] = jnp.sum(jnp.where(w != 0, most, 0))
     if inputs.weights_Mxb is not None and inputs.weights_Mxb.shape[1] > 1:  # a stand-in's loss is not the example's
-        losses = jnp.where(inputs.weights_Mxb != 0, losses, jnp.nan)
+        losses, aux = jax.tree.map(lambda x: _blanked(x, inputs.weights_Mxb != 0), (losses, aux))
     norms = norms if options.norms or options.passes == 2 else None
     per_unit = {"losses": losses, "aux": aux, "norms": norms, "bad": ~finite & (w != 0)}
     return sums, per_unit, Account(reduced, first, {})
@@ -552,8 +552,18 @@ def _one_if_zero(x: jax.Array) -> jax.Array:
     return jnp.where(x != 0, x, 1.0)
 
 
+def _blanked(x: jax.Array, keep_Mxb: jax.Array) -> jax.Array:
+    """NaN (or 0) for the examples that are not kept."""
+    nothing = jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0
+    return jnp.where(keep_Mxb.reshape(*keep_Mxb.shape, *(1,) * (x.ndim - 2)), x, jnp.asarray(nothing, x.dtype))
+
+
 def _check_forms(options: _Options, forms: Sequence[Reduced], names: Sequence[str]) -> None:
     for name, r in zip(names, forms, strict=True):
+        if r.form == MIXED_UNITS:
+            raise ValueError(
+                f"unit='token': parts of parameter {name} have positions and others do not; leave it out with parameters=..."
+            )
         if options.strict and r.form == "kept":
             raise ValueError(
                 f"strict=True: the gradient of parameter {name} {r.note}, so it would be held for all examples "

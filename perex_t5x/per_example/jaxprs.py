@@ -84,6 +84,24 @@ def inline(jaxpr: core.ClosedJaxpr, remat: bool = False) -> core.ClosedJaxpr:
     return jax.make_jaxpr(flat)(*(struct(v) for v in jaxpr.in_avals))
 
 
+def inline_manual(jaxpr: core.Jaxpr) -> core.ClosedJaxpr:
+    """The body of a `shard_map`, for one whose values do not carry the axes they vary over (check_vma=False)."""
+
+    def rule(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if name in ("pvary", "pcast"):
+            return list(arguments)
+        if name == "psum_invariant":
+            return [jax.lax.psum(x, tuple(eqn.params["axes"])) for x in arguments]
+        if name in _INLINED:
+            body = closed(eqn.params[_INLINED[name]])
+            return evaluate(body.jaxpr, body.consts, arguments, rule)
+        return bind(eqn, arguments)
+
+    flat = lambda *arguments: evaluate(jaxpr, (), arguments, rule)  # noqa: E731
+    return jax.make_jaxpr(flat)(*(struct(v.aval) for v in jaxpr.invars))
+
+
 def struct(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 

@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend import core
 
 from perex_t5x.per_example import jaxprs
@@ -87,6 +88,8 @@ class Producer:
     eqns: tuple[core.JaxprEqn, ...]
     root: core.Var
     leaves: tuple[core.Var, ...]
+    note: str = ""  # why one example's gradient is held for all examples, if it is
+    held: tuple[core.Var, ...] = ()
 
 
 Node = Kept | Permuted | Mapped | Assembled | Inside | Producer
@@ -103,9 +106,10 @@ def size(v: Any) -> int:
     return math.prod(v.aval.shape)
 
 
-def make_plan(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> Plan:
-    """Plans the reduction of the results `wanted` of a program."""
+def make_plan(jaxpr: core.Jaxpr, wanted: Iterable[int], batched: Sequence[bool]) -> Plan:
+    """Plans the reduction of the results `wanted` of a program, of whose arguments those marked differ by example."""
     sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
+    depends = jaxprs.dependent(jaxpr, batched)
     deferred: set[int] = set()
 
     def walk(v: Any) -> Node:
@@ -114,13 +118,13 @@ def make_plan(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> Plan:
         eqn, index = sources[v]
         name = eqn.primitive.name
         if uses[v] > 1:
-            return Kept(v, "is also used elsewhere")
-        if name in jaxprs.REMAT or name == "cond" or (name == "scan" and index >= eqn.params["num_carry"]):
+            return Kept(v, "is also used elsewhere", not _grows(v, eqn, depends))
+        if name in jaxprs.REMAT | {"cond", "shard_map"} or (name == "scan" and index >= eqn.params["num_carry"]):
             return Inside(eqn, index)
         if is_permutation(eqn):
             deferred.add(id(eqn))
             return Permuted(eqn, walk(eqn.invars[0]))
-        if name in UNARY:
+        if is_unary(eqn):
             deferred.add(id(eqn))
             return Mapped(eqn, walk(eqn.invars[0]))
         if parts := _parts(v, sources, uses):
@@ -128,11 +132,10 @@ def make_plan(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> Plan:
             deferred.update(id(e) for e in used)
             return Assembled(v.aval.shape, tuple((start, x.aval.shape, walk(x)) for start, x in boxes))
         if name in CONTRACTIONS | CHEAP or is_accumulation(eqn):
-            node = produce(jaxpr, v, sources, uses)
+            node = produce(jaxpr, v, sources, uses, depends)
             deferred.update(id(e) for e in node.eqns)
             return node
-        small = name == "scan" and size(v) <= sum(size(x) for x in jaxprs.split_scan(eqn.invars, eqn.params)[2])
-        return Kept(v, f"comes out of `{name}`", small)
+        return Kept(v, f"comes out of `{name}`", name == "scan" and not _grows(v, eqn, depends))
 
     nodes = {i: walk(jaxpr.outvars[i]) for i in wanted}
     needed = _needed(jaxpr, nodes, deferred)
@@ -140,16 +143,22 @@ def make_plan(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> Plan:
 
 
 def produce(
-    jaxpr: core.Jaxpr, root: core.Var, sources: dict[core.Var, tuple[core.JaxprEqn, int]], uses: dict[core.Var, int]
+    jaxpr: core.Jaxpr,
+    root: core.Var,
+    sources: dict[core.Var, tuple[core.JaxprEqn, int]],
+    uses: dict[core.Var, int],
+    depends: set[core.Var] | None = None,
 ) -> Producer:
     """The producer of `root`: as much of what comes before it as is no smaller than what it is made of."""
     order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
     eqns: list[core.JaxprEqn] = []
     leaves: dict[core.Var, None] = {}
-
-    def visit(v: Any) -> None:
+    held: list[core.Var] = []  # as large as the gradient, and not made of it by a contraction
+    todo: list[Any] = [root]
+    while todo:
+        v = todo.pop()
         if isinstance(v, core.Literal) or v in leaves:
-            return
+            continue
         eqn = sources[v][0] if v in sources else None
         part = v is root or (
             eqn is not None
@@ -161,20 +170,26 @@ def produce(
         )
         if not part:
             leaves[v] = None
-            return
+            if eqn is not None and depends is not None and size(v) >= size(root) and _grows(v, eqn, depends):
+                held.append(v)
+            continue
         eqns.append(eqn)
         contracts = eqn.primitive.name in CONTRACTIONS or is_accumulation(eqn)
         for i, x in enumerate(eqn.invars):
             # Of a contraction only the array that a scatter-add begins with is looked into: it is usually zeros.
             if not contracts or (eqn.primitive.name == "scatter-add" and i == 0):
-                visit(x)
+                todo.append(x)
             elif isinstance(x, core.Var):
                 leaves[x] = None
-
-    visit(root)
     eqns.sort(key=lambda eqn: order[id(eqn)])
     made = {v for eqn in eqns for v in eqn.outvars}
-    return Producer(tuple(eqns), root, tuple(v for v in leaves if v not in made))
+    note = f"is made of what comes out of `{sources[held[0]][0].primitive.name}`" if held else ""
+    return Producer(tuple(eqns), root, tuple(v for v in leaves if v not in made), note, tuple(held))
+
+
+def _grows(v: core.Var, eqn: core.JaxprEqn, depends: set[core.Var]) -> bool:
+    """Whether a result is larger than all of its equation's inputs that differ by example."""
+    return v in depends and size(v) > sum(size(x) for x in eqn.invars if isinstance(x, core.Var) and x in depends)
 
 
 def is_accumulation(eqn: core.JaxprEqn) -> bool:
@@ -188,6 +203,14 @@ def is_permutation(eqn: core.JaxprEqn) -> bool:
             len(eqn.invars) == 1 and isinstance(eqn.invars[0], core.Var) and size(eqn.invars[0]) == size(eqn.outvars[0])
         )
     return eqn.primitive.name in PERMUTATIONS
+
+
+def is_unary(eqn: core.JaxprEqn) -> bool:
+    """A cast or a sign. (A cast that drops the imaginary part is no factor of its argument.)"""
+    return eqn.primitive.name in UNARY and not (
+        np.issubdtype(eqn.invars[0].aval.dtype, np.complexfloating)
+        and not np.issubdtype(eqn.outvars[0].aval.dtype, np.complexfloating)
+    )
 
 
 def is_zeros(v: Any, sources: dict[core.Var, tuple[core.JaxprEqn, int]]) -> bool:
@@ -206,41 +229,37 @@ def _parts(
     boxes: list[tuple[tuple[int, ...], core.Var]] = []
     ndim = len(root.aval.shape)
 
-    def visit(v: Any, offset: Sequence[int]) -> bool:
+    todo: list[Any] = [root]
+    while todo:
+        v = todo.pop()
         if isinstance(v, core.Literal) or v not in sources or (v is not root and uses[v] > 1):
-            return False
+            return None
         eqn = sources[v][0]
+        used.append(eqn)
         match eqn.primitive.name:
             case "add" | "add_any":
-                used.append(eqn)
-                return all(visit(x, offset) for x in eqn.invars)
+                todo.extend(eqn.invars)
             case "concatenate":
-                used.append(eqn)
                 axis, at = eqn.params["dimension"], 0
                 for x in eqn.invars:
-                    boxes.append((tuple(o + at * (k == axis) for k, o in enumerate(offset)), x))
+                    boxes.append((tuple(at * (k == axis) for k in range(ndim)), x))
                     at += x.aval.shape[axis]
-                return all(isinstance(x, core.Var) for x in eqn.invars)
             case "pad":
                 x, value = eqn.invars
                 config = eqn.params["padding_config"]
                 if not is_zeros(value, sources) or any(lo < 0 or hi < 0 or inner for lo, hi, inner in config):
-                    return False
-                used.append(eqn)
-                boxes.append((tuple(o + lo for o, (lo, _, _) in zip(offset, config, strict=True)), x))
-                return isinstance(x, core.Var)
+                    return None
+                boxes.append((tuple(lo for lo, _, _ in config), x))
             case "dynamic_update_slice":
                 into, x, *start = eqn.invars
                 if not is_zeros(into, sources) or not all(isinstance(s, core.Literal) for s in start):
-                    return False
+                    return None
                 limits = [a - b for a, b in zip(v.aval.shape, x.aval.shape, strict=True)]
                 at = [min(max(int(s.val), 0), limit) for s, limit in zip(start, limits, strict=True)]
-                used.append(eqn)
-                boxes.append((tuple(o + a for o, a in zip(offset, at, strict=True)), x))
-                return isinstance(x, core.Var)
-        return False
-
-    if not visit(root, (0,) * ndim) or not boxes or sum(size(x) for _, x in boxes) != size(root):
+                boxes.append((tuple(at), x))
+            case _:
+                return None
+    if not all(isinstance(x, core.Var) for _, x in boxes) or sum(size(x) for _, x in boxes) != size(root):
         return None
     for (a, x), (b, y) in itertools.combinations(boxes, 2):
         shapes = zip(a, x.aval.shape, b, y.aval.shape, strict=True)

@@ -5,13 +5,15 @@
   producer.
 - A sum over axes of size one becomes a reshape.
 - A `cond` whose predicate depends on the example becomes both branches and a selection, as `jax.vmap` makes it.
-- A scalar factor after a scan or remat is applied inside.
+- Elementwise operations after a scan or remat, with a scalar or with something shared (a regulariser's gradient, a mask),
+  are applied inside.
 - The transpose of a matrix product becomes the product of the operands exchanged, so that sums need no transpose; a
   matrix product that is cut up becomes as many products.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +32,7 @@ Rule = Callable[[core.JaxprEqn, Sequence[Any], Callable[[Any], Any]], list[Any]]
 def prepare(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable[int]) -> core.ClosedJaxpr:
     """Applies the rewrites, each where the walk back from a wanted result meets its place."""
     wanted = tuple(wanted)
-    for rewrite in (_sums_of_one, _selections, _scalings, _accumulations, _transposes, _splits):
+    for rewrite in (_sums_of_one, _selections, _pushed, _accumulations, _transposes, _splits):
         program = rewrite(program, batched, wanted)
     return program
 
@@ -38,7 +40,7 @@ def prepare(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable
 def _tails(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> set[core.Var]:
     """Everything between the wanted results and where their walk back ends, ends included."""
     sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
-    through = plan.PERMUTATIONS | plan.UNARY | plan.CHEAP | {"split"}
+    through = plan.PERMUTATIONS | plan.CHEAP | {"split"}
     found: set[core.Var] = set()
     todo = [jaxpr.outvars[i] for i in wanted]
     while todo:
@@ -48,7 +50,7 @@ def _tails(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> set[core.Var]:
         found.add(v)
         eqn = sources[v][0]
         if eqn.primitive.name in through:
-            todo.extend(x for x in eqn.invars if plan.size(x) >= 2)
+            todo.extend(eqn.invars)
     return found
 
 
@@ -56,17 +58,28 @@ def _rewritten(program: core.ClosedJaxpr, rules: dict[int, Rule]) -> core.Closed
     """The program with some equations, by id, evaluated by other functions."""
     if not rules:
         return program
-    jaxpr = program.jaxpr
+    jaxpr, sources = program.jaxpr, jaxprs.source_of(program.jaxpr)
 
     def run(*arguments: Any) -> list[Any]:
         env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
         env.update(zip(jaxpr.invars, arguments, strict=True))
-        read = lambda v: v.val if isinstance(v, core.Literal) else env[v]  # noqa: E731
-        for eqn in jaxpr.eqns:
+
+        def apply(eqn: core.JaxprEqn) -> None:
             values = [read(v) for v in eqn.invars]
             rule = rules.get(id(eqn))
             outs = jaxprs.bind(eqn, values) if rule is None else rule(eqn, values, read)
             env.update(zip(eqn.outvars, outs, strict=True))
+
+        def read(v: Any) -> Any:
+            if isinstance(v, core.Literal):
+                return v.val
+            if v not in env:  # a rule looks ahead
+                apply(sources[v][0])
+            return env[v]
+
+        for eqn in jaxpr.eqns:
+            if not all(v in env for v in eqn.outvars):
+                apply(eqn)
         return [read(v) for v in jaxpr.outvars]
 
     return jaxprs.inline(jax.make_jaxpr(run)(*(jaxprs.struct(v) for v in program.in_avals)))
@@ -94,7 +107,7 @@ def _selections(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tupl
     rules = {}
     for eqn in program.jaxpr.eqns:
         predicate = eqn.invars[0] if eqn.primitive.name == "cond" else None
-        if predicate is not None and predicate in depends and any(v in tails for v in eqn.outvars):
+        if isinstance(predicate, core.Var) and predicate in depends and any(v in tails for v in eqn.outvars):
             rules[id(eqn)] = _select
     return _rewritten(program, rules)
 
@@ -109,80 +122,133 @@ def _select(eqn: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any
     return [jax.lax.select_n(which, *values) for values in zip(*results, strict=True)]
 
 
-# --- factors ----------------------------------------------------------------------------------------------------------
+# --- elementwise operations after a body ------------------------------------------------------------------------------
+
+_PUSHED = {
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "add": operator.add,
+    "add_any": operator.add,
+    "sub": operator.sub,
+}
 
 
-def _scalings(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
-    """factor · (a gradient out of a scan or remat): the body multiplies."""
-    del batched
-    sources, uses = jaxprs.source_of(program.jaxpr), jaxprs.use_counts(program.jaxpr)
-    order = {id(eqn): i for i, eqn in enumerate(program.jaxpr.eqns)}
+@dataclasses.dataclass(frozen=True)
+class _Operation:
+    """`eqn` combines a gradient (its operand `large`) with `other`: a scalar, or shared and of the gradient's shape."""
+
+    eqn: core.JaxprEqn
+    large: int
+    other: Any
+
+    @property
+    def is_scaling(self) -> bool:
+        name = self.eqn.primitive.name
+        return not self.other.aval.shape and (name == "mul" or (name == "div" and self.large == 0))
+
+    def apply(self, y: Any, other: Any) -> Any:
+        pair = (y, other) if self.large == 0 else (other, y)
+        return _PUSHED[self.eqn.primitive.name](*pair)
+
+
+def _pushed(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    """(a gradient out of a scan or remat) · factor + shared addend, say: the body does it."""
+    jaxpr = program.jaxpr
+    sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
+    depends = jaxprs.dependent(jaxpr, batched)
     rules: dict[int, Rule] = {}
-    inside: dict[int, dict[int, list[Any]]] = {}  # body -> result -> factors
+    inside: dict[int, dict[int, list[_Operation]]] = {}  # body -> result -> operations, last first
     for i in wanted:
-        v, factors, multiplications = program.jaxpr.outvars[i], [], []
+        v, found = jaxpr.outvars[i], []
         while isinstance(v, core.Var) and v in sources and uses[v] == 1:
             eqn, index = sources[v]
-            if eqn.primitive.name == "mul" and (found := _factor(eqn, sources)):
-                v, factor = found
-                factors.append(factor)
-                multiplications.append(eqn)
-            elif plan.is_permutation(eqn) or eqn.primitive.name in plan.UNARY:
+            operation = _operation(eqn, sources, depends)
+            if operation is not None:
+                found.append(operation)
+                v = eqn.invars[operation.large]
+            elif plan.is_permutation(eqn) or plan.is_unary(eqn):
+                if not all(operation.is_scaling for operation in found):
+                    break  # only factors may pass
                 v = eqn.invars[0]
             else:
                 stacks = eqn.primitive.name == "scan" and index >= eqn.params["num_carry"]
-                known = all(
-                    isinstance(f, core.Literal) or f not in sources or order[id(sources[f][0])] < order[id(eqn)]
-                    for f in factors
-                )
-                if factors and known and (stacks or eqn.primitive.name in jaxprs.REMAT):
-                    inside.setdefault(id(eqn), {})[index] = factors
-                    rules.update((id(m), _large_operand) for m in multiplications)
+                free = all(_is_free_of(operation.other, eqn, sources) for operation in found)
+                if found and free and (stacks or eqn.primitive.name in jaxprs.REMAT):
+                    inside.setdefault(id(eqn), {})[index] = found
+                    rules.update((id(o.eqn), functools.partial(_large_operand, o.large)) for o in found)
                 break
-    for body, factors in inside.items():
-        rules[body] = functools.partial(_bind_scaled, factors)
+    for body, operations in inside.items():
+        rules[body] = functools.partial(_bind_pushed, operations)
     return _rewritten(program, rules)
 
 
-def _large_operand(eqn: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
-    del read
-    return [arguments[0] if plan.size(eqn.invars[0]) == plan.size(eqn.outvars[0]) else arguments[1]]
-
-
-def _factor(eqn: core.JaxprEqn, sources: Any) -> tuple[core.Var, Any] | None:
-    """(the large operand, the scalar) of a multiplication by a scalar, broadcast or not."""
-    for x, y in (eqn.invars, eqn.invars[::-1]):
-        if not isinstance(x, core.Var) or plan.size(x) < 2:
+def _operation(eqn: core.JaxprEqn, sources: Any, depends: set[core.Var]) -> _Operation | None:
+    if eqn.primitive.name not in _PUSHED:
+        return None
+    for large in (0, 1):
+        x, y = eqn.invars[large], eqn.invars[1 - large]
+        if not isinstance(x, core.Var) or plan.size(x) < 2 or (isinstance(y, core.Var) and x is y):
             continue
-        if isinstance(y, core.Literal) or not y.aval.shape:
-            return x, y
-        source = sources[y][0] if y in sources else None
+        if not y.aval.shape:
+            return _Operation(eqn, large, y)
+        source = sources[y][0] if isinstance(y, core.Var) and y in sources else None
         if source is not None and source.primitive.name == "broadcast_in_dim" and not source.invars[0].aval.shape:
-            return x, source.invars[0]
+            return _Operation(eqn, large, source.invars[0])
+        if x in depends and y not in depends and y.aval.shape == x.aval.shape:
+            return _Operation(eqn, large, y)
     return None
 
 
-def _bind_scaled(factor_vars: dict[int, Any], eqn: core.JaxprEqn, values: Sequence[Any], read: Any) -> list[Any]:
-    factors = {i: functools.reduce(operator.mul, map(read, vs)) for i, vs in factor_vars.items()}
+def _is_free_of(v: Any, body: core.JaxprEqn, sources: Any) -> bool:
+    """Whether a value can be computed before the body is."""
+    todo, seen = [v], set()
+    while todo:
+        v = todo.pop()
+        if isinstance(v, core.Literal) or v not in sources or v in seen:
+            continue
+        seen.add(v)
+        if sources[v][0] is body:
+            return False
+        todo.extend(sources[v][0].invars)
+    return True
+
+
+def _large_operand(large: int, eqn: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
+    del eqn, read
+    return [arguments[large]]
+
+
+def _bind_pushed(
+    operations: dict[int, list[_Operation]], eqn: core.JaxprEqn, values: Sequence[Any], read: Any
+) -> list[Any]:
+    others = {i: [read(o.other) for o in ops] for i, ops in operations.items()}
+
+    def applied(outs: Sequence[Any], others: dict[int, list[Any]]) -> list[Any]:
+        outs = list(outs)
+        for i, ops in operations.items():
+            for operation, other in zip(reversed(ops), reversed(others[i]), strict=True):
+                outs[i] = operation.apply(outs[i], other)
+        return outs
+
     if eqn.primitive.name in jaxprs.REMAT:
+        # After differentiation: `prevent_cse` is what is left of it, and `jaxprs.apart` sees to that.
         body = jaxprs.closed(eqn.params["jaxpr"])
-
-        def scaled(*arguments: Any) -> list[Any]:
-            outs = jaxprs.evaluate(body.jaxpr, body.consts, arguments)
-            return [o * factors[i] if i in factors else o for i, o in enumerate(outs)]
-
-        policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-        return list(jax.checkpoint(scaled, policy=policy, prevent_cse=prevent_cse)(*values))
+        return applied(jaxprs.evaluate(body.jaxpr, body.consts, jaxprs.apart(eqn, values)), others)
     p = eqn.params
     body, num_carry = p["jaxpr"], p["num_carry"]
     consts, carry, xs = jaxprs.split_scan(values, p)
+    is_stacked = lambda x: jnp.ndim(x) > 0  # noqa: E731
+    stacked = {i: [x if is_stacked(x) else None for x in o] for i, o in others.items()}
 
     def step(carry: Any, x: Any) -> Any:
+        x, slices = x
+        here = {i: [b if a is None else a for a, b in zip(slices[i], o, strict=True)] for i, o in others.items()}
         outs = jaxprs.evaluate(body.jaxpr, body.consts, [*consts, *carry, *x])
-        outs = [o * factors[i] if i in factors else o for i, o in enumerate(outs)]
+        outs = applied(outs, here)
         return outs[:num_carry], outs[num_carry:]
 
-    carry, ys = jax.lax.scan(step, carry, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
+    loop = {"length": p["length"], "reverse": p["reverse"], "unroll": p["unroll"]}
+    carry, ys = jax.lax.scan(step, carry, (xs, stacked), **loop)
     return [*carry, *ys]
 
 

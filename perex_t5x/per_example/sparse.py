@@ -43,10 +43,13 @@ class Rows:
         if not plain:
             return None
         n, num_rows = reducer.num_examples, table[0]
-        ids_NxT = site.value(ids)[0].reshape(n, -1).astype(jnp.int32)
+        ids_NxT = site.value(ids)[0].reshape(n, -1)
         rows_NxTxD = site.value(updates)[0].reshape(n, -1, table[1])
         if "CLIP" in str(eqn.params["mode"]):
             ids_NxT = jnp.clip(ids_NxT, 0, num_rows - 1)
+        elif ids_NxT.dtype.itemsize > 4 or ids_NxT.dtype == jnp.uint32:  # what int32 cannot hold is out of range
+            ids_NxT = jnp.where((ids_NxT >= 0) & (ids_NxT < num_rows), ids_NxT, num_rows)
+        ids_NxT = ids_NxT.astype(jnp.int32)
         distinct_NxT, sums_NxTxD = jax.vmap(_combine, in_axes=(0, 0, None))(ids_NxT, rows_NxTxD, num_rows)
         return cls(distinct_NxT, at_least_f32(site.pre(term.unary(sums_NxTxD))), num_rows)
 
@@ -71,6 +74,18 @@ def _columns(reducer: Reducer, dtype: jnp.dtype) -> tuple[jax.Array | None, jax.
     return None if scale is None else scale.astype(dtype), weight
 
 
+def _zero_at_zero(reducer: Reducer, dtype: jnp.dtype) -> list[bool] | None:
+    """Of each φ, whether φ(0) = 0; None if some φ(0) is not finite (it could not be taken away again) or not known."""
+    try:
+        with jax.ensure_compile_time_eval():
+            at_zero = [s.fn(jnp.zeros((), dtype)) for s in reducer.statistics]
+            if not all(jnp.isfinite(z) for z in at_zero):
+                return None
+            return [bool(z == 0) for z in at_zero]
+    except jax.errors.ConcretizationTypeError:  # φ closes over something traced
+        return None
+
+
 def _only_term(site: Site, count: int) -> list[Term] | None:
     found = terms(site.node)
     return found if found is not None and len(found) == count else None
@@ -84,11 +99,9 @@ def sparse(reducer: Reducer, site: Site) -> Reduced | None:
     rows = Rows.of(reducer, site, found[0])
     if rows is None:
         return None
-    with jax.ensure_compile_time_eval():
-        at_zero = [s.fn(jnp.zeros((), rows.sums_NxTxD.dtype)) for s in reducer.statistics]
-        if not all(jnp.isfinite(z) for z in at_zero):  # φ(0) = -inf, say, cannot be taken away again
-            return None
-        no_change = [bool(z == 0) for z in at_zero]
+    no_change = _zero_at_zero(reducer, rows.sums_NxTxD.dtype)
+    if no_change is None:
+        return None
     g_NxTxD = rows.sums_NxTxD
     scale, weight = _columns(reducer, g_NxTxD.dtype)
     shift_NxTxD = rows.of_table(site.shift)
@@ -118,6 +131,8 @@ def sparse_plus_dense(reducer: Reducer, site: Site) -> Reduced | None:
     product = Product.of(dense.eqn, site, lambda x: site.pre(dense.unary(x)))
     rows = Rows.of(reducer, site, kinds["scatter-add"])
     if product is None or rows is None or dense.transposed is None or len(product.shape) != 2:
+        return None
+    if not product.has_wide_range or _zero_at_zero(reducer, product.dtype) is None:
         return None
     s_NxTxI, r_NxTxJ = product.matrices()
     by_row, across = (r_NxTxJ, s_NxTxI) if dense.transposed else (s_NxTxI, r_NxTxJ)  # [N, T, V] and [N, T, D]

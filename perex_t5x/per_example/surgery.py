@@ -7,15 +7,17 @@ of a gradient's tail are not run for all examples: see `perex_t5x.per_example.pl
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.sharding import PartitionSpec
 
 from perex_t5x.per_example import jaxprs
-from perex_t5x.per_example.forms import Pre, Reduced, Reducer, Site, plus
+from perex_t5x.per_example.forms import MIXED_UNITS, Pre, Reduced, Reducer, Site, plus
 from perex_t5x.per_example.plan import Assembled, Inside, Kept, Mapped, Node, Permuted, Producer, make_plan
 from perex_t5x.per_example.rewrites import prepare
 
@@ -71,7 +73,7 @@ def run(
     """
     program = prepare(program, batched, wanted)
     jaxpr = program.jaxpr
-    plan = make_plan(jaxpr, wanted)
+    plan = make_plan(jaxpr, wanted, batched)
     entered: dict[int, dict[int, Wanted]] = {}
     for index, node in plan.nodes.items():
         _find_entered(node, wanted[index], entered)
@@ -153,10 +155,12 @@ def _assembled(shape: tuple[int, ...], starts: Sequence[Sequence[int]], parts: S
     forms = list(dict.fromkeys(p.form for p in parts))
     notes = [p.note for p in parts if p.note]
     some = lambda values, join: None if any(v is None for v in values) else join(values)  # noqa: E731
+    mixed = len({p.positions_N is None for p in parts}) == 2
+    form = "kept" if "kept" in forms else " / ".join(forms)
     return Reduced(
         [p.raw for p in parts],
         some([p.squares_N for p in parts], sum),
-        "kept" if "kept" in forms else " / ".join(forms),
+        MIXED_UNITS if mixed else form,
         max(p.transient_bytes for p in parts),
         notes[0] if notes else "",
         finish,
@@ -181,31 +185,40 @@ def _enter_cond(
     """A branch that all examples take together (one that depends on the example has become a selection)."""
     index, *operands = values
     operands = [jnp.asarray(x) for x in operands]
+    branches = [jaxprs.inline(b) for b in eqn.params["branches"]]
+    out_flags = [any(f) for f in zip(*(jaxprs.batched_outputs(b.jaxpr, flags[1:]) for b in branches), strict=True)]
+    out_flags = [f and i not in wanted for i, f in enumerate(out_flags)]
     seen: list[dict[int, Reduced]] = []
+
+    def positions(r: Reduced) -> jax.Array | None:
+        """A branch that does not use the parameter has positions too: none."""
+        if reducer.unit == "token" and r.positions_N is None and r.form == "shared":
+            return jnp.zeros(reducer.num_examples, jnp.int32)
+        return r.positions_N
 
     def branch(body: core.ClosedJaxpr) -> Callable[..., Any]:
         def take(operands: Sequence[Any]) -> Any:
             plain = {i: dataclasses.replace(want, initial=None) for i, want in wanted.items()}
-            results, result_flags, reduced = run(jaxprs.inline(body), operands, flags[1:], plain, reducer)
+            results, result_flags, reduced = run(body, operands, flags[1:], plain, reducer)
             seen.append(reduced)
             results = [
-                None if r is None else r if f else jnp.broadcast_to(r, (reducer.num_examples, *jnp.shape(r)))
-                for r, f in zip(results, result_flags, strict=True)
+                jnp.broadcast_to(r, (reducer.num_examples, *jnp.shape(r))) if want and not have else r
+                for r, want, have in zip(results, out_flags, result_flags, strict=True)
             ]
-            return results, {i: (r.finish(r.raw), r.squares_N, r.positions_N) for i, r in reduced.items()}
+            return results, {i: (r.finish(r.raw), r.squares_N, positions(r)) for i, r in reduced.items()}
 
         return take
 
-    results, arrays = jax.lax.switch(index, [branch(b) for b in eqn.params["branches"]], operands)
+    results, arrays = jax.lax.switch(index, [branch(b) for b in branches], operands)
     reductions = {}
-    for i, (sums, squares, positions) in arrays.items():
+    for i, (sums, squares, positions_N) in arrays.items():
         forms = list(dict.fromkeys(reduced[i].form for reduced in seen))
         note = next((reduced[i].note for reduced in seen if reduced[i].note), "")
         transient = max(reduced[i].transient_bytes for reduced in seen)
         form = "kept" if "kept" in forms else " / ".join(forms)
         sums = plus(wanted[i].initial, sums)
-        reductions[i] = Reduced(sums, squares, form, transient, note, positions_N=positions)
-    return results, [r is not None for r in results], reductions
+        reductions[i] = Reduced(sums, squares, form, transient, note, positions_N=positions_N)
+    return results, out_flags, reductions
 
 
 def _enter_scan(
@@ -266,9 +279,60 @@ def _enter_scan(
         squares = None if squares_LxN is None else jnp.sum(squares_LxN, axis=0)
         positions = None if positions_LxN is None else jnp.max(positions_LxN, axis=0)
         raw = totals_L[i] if i in totals_L else raws[i]
-        finish = lambda raw, finish=r.finish: list(jax.vmap(finish)(raw))  # noqa: E731
+        finish = functools.partial(_finish_layers, r.finish)
         reductions[i] = Reduced(raw, squares, r.form, r.transient_bytes, r.note, finish, positions)
     return [*carry, *ys], [*carry_flags, *y_flags], reductions
 
 
-_ENTER = {"scan": _enter_scan, "cond": _enter_cond}
+def _finish_layers(finish: Callable[[Any], list[jax.Array]], raw_L: Any) -> list[jax.Array]:
+    return list(jax.vmap(finish)(raw_L)) if jax.tree.leaves(raw_L) else []
+
+
+def _enter_shard_map(
+    eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool], wanted: Mapping[int, Wanted], reducer: Reducer
+) -> Entered:
+    """A region on a mesh: each device reduces its own part of a gradient."""
+    p = eqn.params
+    in_specs = [PartitionSpec(None, *s) if f else s for s, f in zip(p["in_specs"], flags, strict=True)]
+    shifts = {i: want.shift for i, want in wanted.items() if want.shift is not None}
+    seen: dict[str, Any] = {}
+
+    def local(values: Sequence[Any], weights_N: Any, scales_N: Any, shifts: Mapping[int, Any]) -> Any:
+        here = {i: Wanted(want.pre, None, shifts.get(i)) for i, want in wanted.items()}
+        mine = dataclasses.replace(reducer, weights_N=weights_N, scales_N=scales_N)
+        results, result_flags, reduced = run(jaxprs.inline_manual(p["jaxpr"]), values, flags, here, mine)
+        seen.update(flags=result_flags, reduced=reduced)
+        sums = {i: r.finish(r.raw) for i, r in reduced.items()}
+        squares = {i: r.squares_N for i, r in reduced.items() if r.squares_N is not None}
+        for i, square in squares.items():
+            axes = tuple(
+                a for entry in p["out_specs"][i] if entry for a in (entry if isinstance(entry, tuple) else (entry,))
+            )
+            squares[i] = jax.lax.psum(square, axes) if axes else square
+        batched = [
+            None if r is None else r if f else jnp.broadcast_to(r, (reducer.num_examples, *jnp.shape(r)))
+            for r, f in zip(results, result_flags, strict=True)
+        ]
+        return batched, sums, squares
+
+    num = len(eqn.outvars)
+    result_specs = [None if i in wanted else PartitionSpec(None, *p["out_specs"][i]) for i in range(num)]
+    sum_specs = {i: [p["out_specs"][i]] * len(reducer.statistics) for i in wanted}
+    square_specs = {i: PartitionSpec() for i in wanted} if reducer.norms else {}
+    shared = PartitionSpec()
+    results, sums, squares = jax.shard_map(
+        local,
+        mesh=p["mesh"],
+        in_specs=(in_specs, shared, shared, {i: p["out_specs"][i] for i in shifts}),
+        out_specs=(result_specs, sum_specs, square_specs),
+        axis_names=p["newly_manual_axes"],
+        check_vma=False,
+    )([jnp.asarray(v) for v in values], reducer.weights_N, reducer.scales_N, shifts)
+    reductions = {}
+    for i, r in seen["reduced"].items():
+        raw = plus(wanted[i].initial, sums[i])
+        reductions[i] = Reduced(raw, squares.get(i), r.form, r.transient_bytes, r.note)
+    return results, [r is not None for r in results], reductions
+
+
+_ENTER = {"scan": _enter_scan, "cond": _enter_cond, "shard_map": _enter_shard_map}

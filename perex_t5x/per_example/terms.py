@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax.extend import core
@@ -51,27 +52,26 @@ def terms(node: plan.Producer) -> list[Term] | None:
     sources = {v: eqn for eqn in node.eqns for v in eqn.outvars}
     found: list[Term] = []
     used: set[int] = set()
-
-    def visit(v: core.Var, chain: tuple[core.JaxprEqn, ...]) -> bool:
+    todo: list[tuple[Any, tuple[core.JaxprEqn, ...]]] = [(node.root, ())]
+    while todo:
+        v, chain = todo.pop()
         eqn = sources.get(v) if isinstance(v, core.Var) else None
         if eqn is None:
-            return False
+            return None
         used.add(id(eqn))
         name = eqn.primitive.name
         if name in plan.SUMS and not chain:
-            return all(visit(x, ()) for x in eqn.invars)
-        if plan.is_permutation(eqn) or name in plan.UNARY:
-            return visit(eqn.invars[0], (eqn, *chain))
+            todo.extend((x, ()) for x in eqn.invars)
+            continue
+        if plan.is_permutation(eqn) or plan.is_unary(eqn):
+            todo.append((eqn.invars[0], (eqn, *chain)))
+            continue
         if name == "scatter-add":
             if not plan.is_zeros(eqn.invars[0], {v: (e, 0) for v, e in sources.items()}):
-                return False
+                return None
             if (zeros := sources.get(eqn.invars[0])) is not None:
                 used.add(id(zeros))
         elif name not in ("dot_general", "reduce_sum"):
-            return False
+            return None
         found.append(Term(eqn, chain))
-        return True
-
-    if not visit(node.root, ()) or used != {id(eqn) for eqn in node.eqns}:
-        return None
-    return found
+    return found if used == {id(eqn) for eqn in node.eqns} else None
