@@ -1,7 +1,7 @@
 """Checkpoints through Orbax: state, RNG and data position in one commit, `checkpoint_<step>/`.
 
 checkpoint_1000/
-  state/    OCDBT arrays: {'target': params, 'state': {'step', 'param_states'}, 'rng'}
+  state/    OCDBT arrays: {'target': params, 'state': {'step', 'param_states', 'monitor'}, 'rng'}
   run/      JSON: data position and whatever else belongs to the run
   data/     iterator state of a streaming feed, one file a process
 """
@@ -27,6 +27,7 @@ from perex_t5x.utils import RestoreCheckpointConfig, SaveCheckpointConfig
 
 PREFIX = "checkpoint"
 _NAME = re.compile(rf"{PREFIX}_(\d+)")
+_MONITOR = "state/monitor/"  # averages for the log: where they are missing they begin anew
 
 
 class _FeedHandler(ocp.CheckpointHandler):
@@ -277,7 +278,7 @@ def _assign(
             continue
         if source in saved:
             sources[name] = source
-        elif config.fallback_to_scratch:
+        elif config.fallback_to_scratch or name.startswith(_MONITOR):
             logging.info("%s is not in %s: initialised afresh", name, path)
         else:
             missing.append(f"{name}" + (f" (as {source})" if source != name else ""))
@@ -296,6 +297,7 @@ def _assign(
             f"checkpoint {path} was written by another optimizer: this one has no place for {_some(foreign)}. To go on "
             "with a fresh optimizer state set RestoreCheckpointConfig.assignment_map = [('.*param_states.*', None)]."
         )
+    unused = [name for name in unused if not name.startswith(_MONITOR)]
     if config.strict and unused:
         raise ConfigError(
             f"checkpoint {path} has {len(unused)} leaves that this run does not use: {_some(unused)}. Set "

@@ -20,6 +20,7 @@ from perex_t5x.data.prefetch import prefetch
 from perex_t5x.errors import TrainingError
 from perex_t5x.evaluation import TrainEvaluator
 from perex_t5x.metrics import MetricSums, MetricsWriter, model_flops_utilization
+from perex_t5x.monitoring import shown
 from perex_t5x.progress import Progress
 from perex_t5x.trainer import Trainer, TrainState
 from perex_t5x.utils import DatasetConfig
@@ -100,8 +101,10 @@ class Loop:
         profile_steps: tuple[int, int] | None,
         model_dir: str,
         progress_stream: TextIO | None = None,
+        monitor_fn: Callable[[TrainState, Any], tuple[Any, Any]] | None = None,
     ):
         self._progress_stream = progress_stream
+        self._monitor_fn = monitor_fn
         self._trainer, self._step_fn, self._feed = trainer, step_fn, feed
         self._evaluators, self._checkpointer, self._writer = evaluators, checkpointer, writer
         self._last_step, self._eval_period, self._stats_period = last_step, eval_period, stats_period
@@ -132,7 +135,11 @@ class Loop:
                 while step < self._last_step:
                     _, batch = next(batches)
                     self._profile(step)
+                    measured = self._measure(step + 1, state, batch)  # the step takes the state's buffers
                     state, metrics = self._step_fn(state, batch)
+                    if measured is not None:
+                        state = state.replace(monitor=measured[0])
+                        metrics = {**metrics, "measured": measured[1]}
                     self._read_pending()
                     step += 1
                     self._pending = (step, metrics)
@@ -161,6 +168,14 @@ class Loop:
             self._checkpointer.close()
         finally:
             self._writer.close()
+
+    _monitor_fn: Callable[[TrainState, Any], tuple[Any, Any]] | None = None
+
+    def _measure(self, step: int, state: TrainState, batch: Any) -> tuple[Any, Any] | None:
+        """The monitor's averages and values at its steps; None between."""
+        if self._monitor_fn is None or not self._trainer.monitor.is_due(step):
+            return None
+        return self._monitor_fn(state, batch)
 
     # --- after a step -------------------------------------------------------------------------------------------------
 
@@ -207,16 +222,21 @@ class Loop:
             return
         step, metrics = self._pending
         self._pending = None
-        objective, sums, scalars = jax.device_get((metrics["objective"], metrics["sums"], metrics["scalars"]))
+        objective, sums, scalars, measured = jax.device_get(
+            (metrics["objective"], metrics["sums"], metrics["scalars"], metrics.get("measured", {}))
+        )
         if not math.isfinite(objective):
             raise TrainingError(f"the loss of step {step} is {objective}: {self._advice()}")
         self._sums.add(sums, objective)
         self._latest["loss"] = float(sums["loss"] / max(sums["tokens"], 1.0))
+        self._latest |= shown(measured)
         seconds = self._clock.seconds()
         tokens = self._sums.totals["all_tokens"] / max(seconds, 1e-9)
         self._progress.update(step, {**self._latest, "tokens/s": tokens})
         if step % self._stats_period == 0 or step == self._last_step:
-            self._write_stats(step, scalars)
+            self._write_stats(step, {**scalars, **measured})
+        elif measured:
+            self._writer.write("train", step, measured)
 
     def _write_stats(self, step: int, scalars: Mapping[str, Any]) -> None:
         devices = self._trainer.partitioner.mesh.devices
@@ -224,8 +244,13 @@ class Loop:
         mfu = model_flops_utilization(
             self._flops, timing["timing/steps_per_second"], devices.flat[0].device_kind, devices.size
         )
-        self._writer.write("train", step, {**self._sums.summary(), **timing, **mfu, **scalars})
+        self._writer.write("train", step, {**self._sums.summary(), **timing, **mfu, **scalars, **self._skipped()})
         self._sums = MetricSums()
+
+    def _skipped(self) -> dict[str, float]:
+        """Examples with non-finite loss or gradient since the last log line, where examples are looked at."""
+        name = "non_finite_examples"
+        return {f"per_example/{name}": self._sums.totals[name]} if name in self._sums.totals else {}
 
     # --- profiling ----------------------------------------------------------------------------------------------------
 

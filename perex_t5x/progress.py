@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -75,10 +76,10 @@ class Progress:
 def _short(value: float) -> str:
     """Four significant digits, thousands shortened: 0.01234, 3.142, 52.1k.
 
-    >>> _short(52133.0), _short(3.14159)
-    ('52.1k', '3.142')
+    >>> _short(52133.0), _short(3.14159), _short(float("inf"))
+    ('52.1k', '3.142', 'inf')
     """
-    if abs(value) >= 10_000:
+    if math.isfinite(value) and abs(value) >= 10_000:
         return f"{value / 1000:.1f}k"
     return f"{value:.4g}"
 

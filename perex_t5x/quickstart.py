@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,43 +31,88 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
+def _rows(model_dir: str) -> list[dict[str, Any]]:
+    with open(os.path.join(model_dir, "metrics.jsonl"), encoding="utf-8") as f:
+        return [json.loads(line) for line in f]
+
+
 def validation_losses(model_dir: str) -> list[tuple[int, float]]:
     """(step, nats per token) of every evaluation, from the run's metrics."""
-    losses = []
-    with open(os.path.join(model_dir, "metrics.jsonl"), encoding="utf-8") as f:
-        for line in f:
-            row = json.loads(line)
-            if row["name"].startswith("training_eval/"):
-                losses.append((row["step"], row["loss_per_nonpadding_target_token"]))
-    return losses
+    return [
+        (row["step"], row["loss_per_nonpadding_target_token"])
+        for row in _rows(model_dir)
+        if row["name"].startswith("training_eval/")
+    ]
 
 
-def _validation_tokens() -> np.ndarray:
-    """The tokens the run was evaluated on, from the configuration that Gin holds."""
+def last_noise_scale(model_dir: str) -> float | None:
+    """The smoothed noise scale of the last measurement; None if nothing was measured."""
+    name = "per_example/noise_scale_smoothed/all"
+    found = [float(row[name]) for row in _rows(model_dir) if name in row]  # infinity is a string in JSON
+    return found[-1] if found else None
+
+
+def _dataset_config(scope: str) -> Any:
+    """`train` or `train_eval` of the configuration that Gin holds."""
     import gin
 
     from perex_t5x import utils
-    from perex_t5x.data.feed import make_feed
 
-    with gin.config_scope("train_eval"):
-        config = gin.get_configurable(utils.DatasetConfig)()
+    with gin.config_scope(scope):
+        return gin.get_configurable(utils.DatasetConfig)()
+
+
+def _validation_tokens() -> np.ndarray:
+    """The tokens the run was evaluated on."""
     import seqio
 
-    feed = make_feed(config, seqio.DecoderFeatureConverter, pad_remainder=True, repeat=False)
+    from perex_t5x.data.feed import make_feed
+
+    feed = make_feed(_dataset_config("train_eval"), seqio.DecoderFeatureConverter, pad_remainder=True, repeat=False)
     return np.concatenate([batch["decoder_target_tokens"].ravel() for batch in feed.epoch()])
 
 
-def closing_words(model_dir: str, losses: Sequence[tuple[int, float]], entropy: float) -> str:
+def signal_and_noise(noise_scale: float | None, batch_size: int) -> str:
+    """Two lines on what SNR and noise scale mean, with a run's numbers.
+
+    >>> print(signal_and_noise(400.0, 16))
+    <BLANKLINE>
+    SNR 0.05: in one example's gradient, what all examples have in common is 0.05 times as long as what is its own (noise).
+    Noise scale 400: a batch of so many examples has as much signal as noise. With 16 the noise is 5 times the signal.
+    <BLANKLINE>
+    """
+    if noise_scale is None:
+        return ""
+    if not 0 < noise_scale < float("inf"):
+        return f"\nNo signal stood out of the noise between examples: a batch of {batch_size} is too small to see it.\n"
+    ratio = (noise_scale / batch_size) ** 0.5  # of noise to signal in the batch gradient
+    which = (
+        f"the noise is {ratio:.2g} times the signal" if ratio >= 1 else f"the signal is {1 / ratio:.2g} times the noise"
+    )
+    snr = f"{noise_scale**-0.5:.2g}"
+    return f"""
+SNR {snr}: in one example's gradient, what all examples have in common is {snr} times as long as what is its own (noise).
+Noise scale {noise_scale:.3g}: a batch of so many examples has as much signal as noise. With {batch_size} {which}.
+"""
+
+
+def closing_words(
+    model_dir: str,
+    losses: Sequence[tuple[int, float]],
+    entropy: float,
+    noise_scale: float | None = None,
+    batch_size: int = 1,
+) -> str:
     """What a newcomer reads at the end."""
     where = shlex.quote(model_dir)
     samples = shlex.quote(os.path.join(model_dir, "samples"))
     step, loss = losses[-1]
     return f"""
 Done: {step} steps. Validation loss {loss:.3f} nats per byte; guessing by the bytes' frequencies gives {entropy:.3f}.
-
+{signal_and_noise(noise_scale, batch_size)}
 What to look at
   TensorBoard   .venv/bin/tensorboard --logdir {where}
-  metrics       {os.path.join(model_dir, "metrics.jsonl")}   (one JSON line a log step)
+  metrics       {os.path.join(model_dir, "metrics.jsonl")}   (one JSON line a log step; signal and noise under per_example/)
   checkpoints   {os.path.join(model_dir, "checkpoint_" + str(step))}
   configuration {os.path.join(model_dir, "config.gin")}, {os.path.join(model_dir, "model-info.txt")}
 
@@ -79,7 +125,10 @@ What to try next
        --gin.TASK_FEATURE_LENGTHS="{{'inputs': 64, 'targets': 64}}" && cat {samples}/*.jsonl
   2. Train it longer; the run resumes where it stopped:
      .venv/bin/python -m perex_t5x.train --gin_file=runs/quickstart.gin --gin.MODEL_DIR={where} --gin.TRAIN_STEPS=4000
-  3. Train on text of your own:
+  3. Train with Adam on the batch gradient, to compare (others: gin/optimizers/):
+     .venv/bin/python -m perex_t5x.train --gin_file=runs/quickstart.gin --gin_file=optimizers/adamw.gin \\
+       --gin.MODEL_DIR=runs/adamw
+  4. Train on text of your own:
      .venv/bin/python -m perex_t5x.train --gin_file=runs/quickstart.gin --gin.MODEL_DIR=runs/mine \\
        --gin.MIXTURE_OR_TASK_NAME=text_files_lm --gin.tasks.register_text_files.glob="'/path/to/**/*.txt'"
 """
@@ -105,7 +154,9 @@ def main() -> None:
         return
     losses = validation_losses(model_dir)
     if losses:  # none, if a binding switched evaluation off
-        print(closing_words(model_dir, losses, unigram_entropy(_validation_tokens())))
+        entropy = unigram_entropy(_validation_tokens())
+        batch_size = _dataset_config("train").batch_size
+        print(closing_words(model_dir, losses, entropy, last_noise_scale(model_dir), batch_size))
 
 
 if __name__ == "__main__":

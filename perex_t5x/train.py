@@ -127,6 +127,7 @@ def train(
         )
         for evaluator in evaluators:
             evaluator.compile(compiler, shapes.params, shardings.params)
+        compiling_monitor = compiler.submit(trainer.compiled_monitor, shapes, shardings, spec)
         init_started = time.monotonic()
         seed = saved_run.get("random_seed", random_seed)
         seed = draw_seed() if seed is None else seed
@@ -136,6 +137,7 @@ def train(
         if own:
             feed.restore(checkpoints.data_dir(source))
         step_fn, compile_seconds = compiling.result()
+        monitor_fn = compiling_monitor.result()
 
     last_step = total_steps
     if relative_steps is not None:
@@ -167,6 +169,7 @@ def train(
         run_info={"random_seed": seed, "relative_steps": relative_steps, "last_step": last_step},
         profile_steps=profile_steps,
         model_dir=model_dir,
+        monitor_fn=monitor_fn,
     )
     try:
         state = run(state)

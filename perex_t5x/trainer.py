@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +12,10 @@ from flax import linen as nn
 from flax import struct
 from flax.serialization import from_state_dict, to_state_dict
 
-from perex_t5x.errors import ConfigError
+from perex_t5x import gradients, optimizers, per_example, trainer_checks
+from perex_t5x.monitoring import Monitor
 from perex_t5x.optimizers.learning_rate import drive_learning_rate, rate_of_built
-from perex_t5x.partitioning import PjitPartitioner, path_name
+from perex_t5x.partitioning import PjitPartitioner, constraints, path_name
 from perex_t5x.schedules import Schedule, as_schedule
 
 Batch = Mapping[str, jax.Array]
@@ -22,20 +23,20 @@ Batch = Mapping[str, jax.Array]
 
 @struct.dataclass
 class TrainState:
-    """All that a step reads and writes. `rng` is the raw data of the run's base key."""
+    """All that a step reads and writes. `rng` is the raw data of the run's base key, `monitor` the monitor's averages."""
 
     step: jax.Array
     params: Any
     opt_state: Any
     rng: jax.Array
+    monitor: Any = None
 
     def state_dict(self) -> dict[str, Any]:
         """The nested dictionary that a checkpoint holds, with T5X's names."""
-        return {
-            "target": to_state_dict(self.params),
-            "state": {"step": self.step, "param_states": to_state_dict(self.opt_state)},
-            "rng": self.rng,
-        }
+        state = {"step": self.step, "param_states": to_state_dict(self.opt_state)}
+        if self.monitor is not None:
+            state["monitor"] = self.monitor
+        return {"target": to_state_dict(self.params), "state": state, "rng": self.rng}
 
     def from_state_dict(self, saved: Mapping[str, Any]) -> TrainState:
         """The inverse of `state_dict`, with this state's structure."""
@@ -44,6 +45,7 @@ class TrainState:
             params=from_state_dict(self.params, saved["target"]),
             opt_state=from_state_dict(self.opt_state, saved["state"]["param_states"]),
             rng=saved["rng"],
+            monitor=None if self.monitor is None else from_state_dict(self.monitor, saved["state"]["monitor"]),
         )
 
 
@@ -55,14 +57,6 @@ def example_keys(rng: jax.Array, step: jax.Array, batch_size: int) -> jax.Array:
     """
     key = jax.random.fold_in(jax.random.wrap_key_data(rng), step)
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch_size, dtype=jnp.uint32))
-
-
-def split_microbatches(tree: Any, count: int) -> Any:
-    """[B, ...] -> [count, B/count, ...]; microbatch j takes rows j, j+count, ...
-
-    Strided, so that each device keeps its own rows when the batch is sharded in contiguous blocks.
-    """
-    return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1), tree)
 
 
 class WeightMetricsComputer:
@@ -83,12 +77,22 @@ class WeightMetricsComputer:
 class Trainer:
     """Runs a model's loss on a mesh with its optimizer.
 
+    The optimizer says which statistics of the examples' gradients it needs. If that is their mean alone, and nothing below
+    asks for more, the step is that of the plain batch gradient.
+
     Args:
       model: see `perex_t5x.models`; gives `loss_fn`, `loss_normalizer`, `optimizer_def`.
       partitioner: the mesh and its rules.
       learning_rate_fn: a schedule (ours or optax's) or a number; drives the model's optimizer.
       num_microbatches: splits the global batch in time; gradients add up, so it changes no number. None: one.
       weight_metrics_computer: extra metrics from (params, grads, updates); None: none.
+      microbatch_size: examples that the per-example engine takes at a time; None: all. 'auto': the engine's choice for the
+        platform where one device has the whole batch, else all. Changes no number beyond rounding.
+      group_size: so many consecutive examples count as one in the statistics.
+      clip_norm: every example's gradient (B/W) ∇ℓ_i is scaled to at most this norm. None: no clipping.
+      non_finite: 'keep'; or 'skip': examples whose loss or gradient is not finite are left out and counted.
+      statistics: `per_example.Statistic` objects for optimizers that need others than the built-in ones.
+      monitor: measures the examples' gradients every so many steps; None: never.
     """
 
     def __init__(
@@ -98,14 +102,24 @@ class Trainer:
         learning_rate_fn: float | Schedule,
         num_microbatches: int | None = None,
         weight_metrics_computer: Callable[[Any, Any, Any], dict[str, jax.Array]] | None = None,
+        *,
+        microbatch_size: int | str | None = None,
+        group_size: int = 1,
+        clip_norm: float | None = None,
+        non_finite: str = "keep",
+        statistics: Sequence[per_example.Statistic] = (),
+        monitor: Monitor | None = None,
     ):
-        if num_microbatches is not None and num_microbatches < 1:
-            raise ConfigError(f"Trainer.num_microbatches = {num_microbatches}: must be None or at least 1.")
         self.model = model
         self.partitioner = partitioner
         self.learning_rate_fn = as_schedule(learning_rate_fn)
-        self.num_microbatches = num_microbatches or 1
+        self.num_microbatches = 1 if num_microbatches is None else num_microbatches
         self.weight_metrics_computer = weight_metrics_computer
+        self.microbatch_size, self.group_size = microbatch_size, group_size
+        self.clip_norm, self.non_finite = clip_norm, non_finite
+        self.statistics = trainer_checks.as_statistics(statistics)
+        self.monitor = monitor
+        trainer_checks.check_arguments(self)
         self.optimizer = drive_learning_rate(model.optimizer_def)
 
     # --- the step -----------------------------------------------------------------------------------------------------
@@ -113,38 +127,73 @@ class Trainer:
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         """One update. L = (1/W) Σ_i ℓ_i with W from the whole global batch."""
         rate = self.learning_rate_fn(state.step)
-        loss, sums, grads = self.loss_and_gradients(state, batch)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params, rate)
+        gradient = self.gradient(state, batch)
+        updates, opt_state = self.optimizer.update(
+            gradient.mean, state.opt_state, state.params, rate, statistics=gradient.statistics
+        )
         params = optax.apply_updates(state.params, updates)
-        metrics: dict[str, Any] = {"objective": loss, "sums": sums, "scalars": {}}
+        metrics: dict[str, Any] = {"objective": gradient.loss, "sums": gradient.sums, "scalars": {}}
+        metrics["scalars"] |= {f"per_example/{name}": x for name, x in optimizers.logged(opt_state).items()}
         used_rate = rate if self.optimizer.uses_rate else rate_of_built(opt_state)
         if used_rate is not None:
             metrics["scalars"]["learning_rate/current"] = used_rate
         if self.weight_metrics_computer is not None:
-            metrics["scalars"] |= self.weight_metrics_computer(state.params, grads, updates)
+            metrics["scalars"] |= self.weight_metrics_computer(state.params, gradient.mean, updates)
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
-    def loss_and_gradients(self, state: TrainState, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array], Any]:
-        """Loss, metric sums and gradient of the global batch, a microbatch at a time."""
+    def gradient(self, state: TrainState, batch: Batch) -> gradients.Gradient:
+        """Loss, metric sums, gradient, and the statistics that the optimizer needs; a microbatch at a time."""
+        needs = self.needs(state.params)
+        if needs == ("mean",) and self.clip_norm is None and self.non_finite == "keep":
+            arguments = self._loss_arguments(state, batch)
+            return gradients.plain(self.model.loss_fn, *arguments, self.num_microbatches)
+        return self._statistics(state, batch, needs, clip_norm=self.clip_norm)
+
+    def monitor_step(self, state: TrainState, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
+        """What the monitor sees of the step that `train_step` would make: its new averages, and values to log."""
+        wanted = {"norms": self.monitor.norms, "parameters": self.monitor.parameters}
+        found = self._statistics(state, batch, self.monitor.statistics, **wanted)
+        return self.monitor.measured(state.monitor, found)
+
+    def needs(self, params: Any) -> tuple[str, ...]:
+        """Names of the statistics that the optimizer reads; `params` may be shapes."""
+        if self._needs is None:
+            self._needs = optimizers.needs_of(self.model.optimizer_def, params)
+        return self._needs
+
+    _needs: tuple[str, ...] | None = None
+
+    def _loss_arguments(self, state: TrainState, batch: Batch) -> tuple[Any, Batch, jax.Array, jax.Array]:
+        """(parameters, batch, a key per example, W) of the global batch."""
         batch_size = next(iter(batch.values())).shape[0]
         keys_B = example_keys(state.rng, state.step, batch_size)
-        normalizer = self.model.loss_normalizer(batch)
-        value_and_grad = jax.value_and_grad(self.model.loss_fn, has_aux=True)
-        if self.num_microbatches == 1:
-            (loss, sums), grads = value_and_grad(state.params, batch, keys_B, normalizer)
-            return loss, sums, grads
+        return state.params, batch, keys_B, self.model.loss_normalizer(batch)
 
-        def add(total: Any, micro: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-            (loss, sums), grads = value_and_grad(state.params, *micro, normalizer)
-            return jax.tree.map(jnp.add, total, (loss, sums, grads)), None
+    def _statistics(self, state: TrainState, batch: Batch, names: Sequence[str], **options: Any) -> gradients.Gradient:
+        one_device = self.partitioner.data_parallel_size == 1
+        compute = per_example.grad_statistics(
+            self._loss_of_one_example,
+            [self.statistics.get(name, name) for name in names],
+            has_aux=True,
+            batch_argnums=(1, 2),
+            microbatch_size=None if self.microbatch_size == "auto" and not one_device else self.microbatch_size,
+            group_size=self.group_size,
+            non_finite=self.non_finite,
+            **options,
+        )
+        return gradients.with_statistics(
+            compute,
+            *self._loss_arguments(state, batch),
+            self.num_microbatches,
+            group_size=self.group_size,
+            skip=self.non_finite == "skip",
+        )
 
-        micros = split_microbatches((dict(batch), keys_B), self.num_microbatches)
-        one = jax.tree.map(lambda x: x[0], micros)
-        shapes = jax.eval_shape(lambda m: value_and_grad(state.params, *m, normalizer), one)
-        (loss_shape, sums_shape), grads_shape = shapes
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (loss_shape, sums_shape, grads_shape))
-        total, _ = jax.lax.scan(add, zeros, micros)
-        return total
+    def _loss_of_one_example(self, *arguments: Any) -> Any:
+        """The model's loss where the batch axis has one example, which no mesh axis divides."""
+        rules = [(name, None if name == "batch" else axes) for name, axes in self.partitioner.logical_axis_rules]
+        with constraints(self.partitioner.mesh, rules):
+            return self.model.loss_fn(*arguments)
 
     def eval_step(self, params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Teacher-forced loss and metric sums, without dropout."""
@@ -161,6 +210,7 @@ class Trainer:
             params=params,
             opt_state=self.optimizer.init(params),
             rng=jax.random.key_data(run_key),
+            monitor=None if self.monitor is None else self.monitor.init(params),
         )
 
     def abstract_state(self, input_shapes: Mapping[str, tuple[int, ...]]) -> tuple[TrainState, TrainState, Any]:
@@ -168,6 +218,7 @@ class Trainer:
         key = jax.eval_shape(lambda: jax.random.key(0))
         boxed = jax.eval_shape(lambda k: self.model.get_initial_variables(k, input_shapes)["params"], key)
         shapes = jax.eval_shape(lambda k: self.init_state(k, input_shapes), key)
+        trainer_checks.check_statistics(self, shapes, next(iter(input_shapes.values()))[0])
         params_shardings = self.partitioner.params_shardings(boxed)
         replicated = self.partitioner.replicated
         shardings = TrainState(
@@ -175,26 +226,13 @@ class Trainer:
             params=params_shardings,
             opt_state=self.partitioner.shardings_like_params(shapes.opt_state, params_shardings, shapes.params),
             rng=replicated,
+            monitor=jax.tree.map(lambda _: replicated, shapes.monitor),
         )
         return shapes, shardings, boxed
 
     def check_batch_size(self, batch_size: int, binding: str = "train/utils.DatasetConfig.batch_size") -> None:
-        """Raises unless the global batch splits evenly over microbatches and data shards."""
-        if batch_size % self.num_microbatches:
-            raise ConfigError(
-                f"{binding} = {batch_size} is not divisible by Trainer.num_microbatches = {self.num_microbatches}."
-            )
-        shards = self.partitioner.data_parallel_size
-        micro = batch_size // self.num_microbatches
-        if micro % shards:
-            per = f" in each of {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
-            step = shards * self.num_microbatches
-            lower, upper = batch_size // step * step, -(-batch_size // step) * step
-            nearest = f"{upper}" if lower == 0 else f"{lower} or {upper}"
-            raise ConfigError(
-                f"{binding} = {batch_size} (the global batch) gives {micro} examples{per}, not divisible by the "
-                f"{shards} data shards of the mesh. Nearest that is: {nearest}."
-            )
+        """Raises unless the global batch splits evenly over microbatches, data shards and groups."""
+        trainer_checks.check_batch_size(self, batch_size, binding)
 
     def compiled_step(self, shapes: TrainState, shardings: TrainState, batch_spec: Mapping[str, Any]) -> Any:
         """Compiles the step ahead of time; the state's buffers are donated."""
@@ -204,6 +242,17 @@ class Trainer:
             in_shardings=(shardings, batch_sharding),
             out_shardings=(shardings, self.partitioner.replicated),
             donate_argnums=0,
+        )
+        with self.partitioner.constraints():
+            return step.lower(shapes, dict(batch_spec)).compile()
+
+    def compiled_monitor(self, shapes: TrainState, shardings: TrainState, batch_spec: Mapping[str, Any]) -> Any | None:
+        """Compiles the monitor's program ahead of time; None without a monitor."""
+        if self.monitor is None:
+            return None
+        batch_sharding = {name: self.partitioner.data_sharding for name in batch_spec}
+        step = jax.jit(
+            self.monitor_step, in_shardings=(shardings, batch_sharding), out_shardings=self.partitioner.replicated
         )
         with self.partitioner.constraints():
             return step.lower(shapes, dict(batch_spec)).compile()

@@ -11,9 +11,10 @@ from flax import linen as nn
 
 from perex_t5x import models
 from perex_t5x.errors import ConfigError
+from perex_t5x.gradients import split_microbatches
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.schedules import create_learning_rate_scheduler
-from perex_t5x.trainer import Trainer, WeightMetricsComputer, example_keys, split_microbatches
+from perex_t5x.trainer import Trainer, WeightMetricsComputer, example_keys
 from tests import tiny
 
 BATCH = 16

@@ -1,0 +1,108 @@
+"""The shipped optimizer files: every one trains, and a checkpoint of one can be continued with another."""
+
+import os
+import pathlib
+
+import gin
+import jax
+import numpy as np
+import pytest
+
+from perex_t5x import gin_utils, optimizers, schedules
+from perex_t5x.errors import ConfigError
+from tests import tiny
+from tests.trainer_support import assert_same
+
+SHIPPED = sorted(path.stem for path in pathlib.Path(gin_utils.shipped_gin_dir(), "optimizers").glob("*.gin"))
+SMALL = (
+    "models.T5Config.num_decoder_layers = 1",
+    "train_script.train.train_eval_dataset_cfg = None",
+    "utils.CheckpointConfig.save = None",
+)
+
+
+def files(name, run="runs/pretrain.gin"):
+    return ("models/tiny.gin", run, f"optimizers/{name}.gin")
+
+
+def test_which_are_shipped():
+    assert {
+        "adamw", "eve", "micro_adam", "micro_adam_msq", "micro_adam_var", "micro_sign", "sign_ema", "sign_sgd",
+    } == set(SHIPPED)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_file_trains_at_its_shipped_rate(name, tmp_path):
+    every = "train_script.train.stats_period = 1"
+    _, state = tiny.train(tmp_path, "TRAIN_STEPS = 30", every, *SMALL, files=files(name))
+    losses = np.array(list(tiny.losses(tmp_path).values()))
+    assert len(losses) == 30 and np.isfinite(losses).all()
+    assert losses[-5:].mean() < 0.8 * losses[0]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state.params, state.opt_state)))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_rate_comes_from_the_file_and_yields_to_a_binding(name):
+    def rate(*bindings):
+        tiny.configure("MODEL_DIR = 'x'", "TRAIN_STEPS = 1", *bindings, files=files(name, "runs/quickstart.gin"))
+        schedule = gin.get_configurable(schedules.create_learning_rate_scheduler)()
+        return float(schedule(5))  # the end of the warm-up
+
+    text = pathlib.Path(gin_utils.shipped_gin_dir(), "optimizers", f"{name}.gin").read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith("BASE_LEARNING_RATE")]
+    assert rate() == pytest.approx(float(line.split("=")[1]))
+    assert rate("BASE_LEARNING_RATE = 0.125") == 0.125
+    optimizer = gin.query_parameter("OPTIMIZER/gin.macro.value").scoped_configurable_fn
+    needs = optimizers.needs_of(optimizer, {"w": jax.ShapeDtypeStruct((2,), "float32")})
+    assert (needs == ("mean",)) == (name in ("adamw", "sign_sgd", "sign_ema"))
+
+
+# --- from AdamW's checkpoint ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adamw_run(tmp_path_factory):
+    """Four steps with AdamW."""
+    model_dir = tmp_path_factory.mktemp("adamw")
+    small = [b for b in SMALL if "CheckpointConfig" not in b]
+    _, state = tiny.train(model_dir, "TRAIN_STEPS = 4", *small)
+    return os.path.join(model_dir, "checkpoint_4"), state
+
+
+def go_on(model_dir, source, name, *bindings):
+    """One step from another run's checkpoint, at rate 0."""
+    return tiny.train(
+        model_dir,
+        f"INITIAL_CHECKPOINT_PATH = '{source}'",
+        "TRAIN_STEPS = 5",
+        "BASE_LEARNING_RATE = 0.0",
+        *SMALL,
+        *bindings,
+        files=files(name, "runs/finetune.gin"),
+    )
+
+
+def test_switching_from_adamw_with_a_fresh_state(adamw_run, tmp_path):
+    source, before = adamw_run
+    fresh = "utils.RestoreCheckpointConfig.assignment_map = [('.*param_states.*', None)]"
+    step, state = go_on(tmp_path, source, "micro_adam", fresh)
+    assert step == 5 and int(state.opt_state[0].count) == 1
+    assert_same(before.params, state.params)
+
+
+def test_switching_from_adamw_takes_its_moments_over(adamw_run, tmp_path):
+    """The names are AdamW's, so without a map `mu`, `nu` and the count go on."""
+    source, before = adamw_run
+    step, state = go_on(tmp_path, source, "micro_adam")
+    assert step == 5 and int(state.opt_state[0].count) == 5
+    assert_same(before.params, state.params)
+    for old, new in zip(jax.tree.leaves(before.opt_state[0].nu), jax.tree.leaves(state.opt_state[0].nu), strict=True):
+        assert (np.asarray(new) >= 0.98 * np.asarray(old) * (1 - 1e-6)).all() and np.asarray(new).any()
+
+
+def test_a_state_with_more_in_it_needs_a_map(adamw_run, tmp_path):
+    source, _ = adamw_run
+    with pytest.raises(
+        ConfigError, match=r"does not have .*square.*assignment_map = \[\('.\*param_states.\*', None\)\]"
+    ):
+        go_on(tmp_path, source, "micro_adam_msq")
