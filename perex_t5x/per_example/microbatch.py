@@ -3,7 +3,7 @@
 On a CPU small microbatches win, since their activations stay in the cache, down to where a step's matrix products become
 too thin or its fixed cost shows. On accelerators the largest that fits wins. So
 
-    cpu      the smallest size with at least 128 rows in an average matrix product and 50 MFLOP a step
+    cpu      the smallest size with at least 1024 rows in an average matrix product and 50 MFLOP a step
     others   the largest size whose activations take at most 4 GiB
 
 Rows and operations are counted in the gradient program of one unit, activations by the lifetimes of its values.
@@ -18,7 +18,7 @@ from jax.extend import core
 
 from perex_t5x.per_example import jaxprs
 
-CPU_ROWS = 128
+CPU_ROWS = 1024
 CPU_FLOPS = 50e6
 ACTIVATION_BYTES = 4 * 2**30
 

@@ -36,7 +36,11 @@ def test_the_model_of_the_cost():
 
 @pytest.mark.parametrize(
     ("length", "width", "cpu"),
-    [(1, 64, 32), (1024, 256, 1), (64, 512, 4)],  # thin rows: all; long rows: one; in between: as many as make 128 rows
+    [
+        (1, 64, 32),
+        (2048, 256, 1),
+        (512, 256, 4),
+    ],  # thin rows: all; long rows: one; in between: as many as make 1024 rows
 )
 def test_what_is_picked_on_a_cpu(length, width, cpu):
     table = per_example.coverage(
