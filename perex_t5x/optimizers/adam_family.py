@@ -173,8 +173,8 @@ def scale_by_eve(
 ) -> StatisticsTransformation:
     """Divides the momentum by the root of v' = v̂/B + (1 − 1/B)·m̂², with v the moving average of q.
 
-    As Adam's second moment this estimates μ² + σ²/B, but takes μ² from the momentum. With M groups or weights, 1/B is
-    Σw²/(Σw)² (1/M). Args as in `scale_by_moments`.
+    As Adam's second moment this estimates μ² + σ²/B, but takes μ² from the momentum. With groups of b examples, 1/B is
+    b·Σw²/(Σw)² (1/M for M groups). Args as in `scale_by_moments`.
 
     >>> scale_by_eve().needs
     ('mean', 'mean_square')
