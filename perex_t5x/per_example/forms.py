@@ -210,33 +210,6 @@ class Reducer:
         sums, squares = over_examples(step, begin, (rows, self.weights_N, self.scales_N), self.num_examples)
         return Reduced(sums, squares, "one at a time", math.prod(g.shape) * g.dtype.itemsize)
 
-    # --- the choice ---------------------------------------------------------------------------------------------------
-
-    def producer(self, site: Site) -> Reduced:
-        """Chooses the form for a producer: the first that applies."""
-        reduced = self._by_first_form(site)
-        if any(site.value(v)[1] for v in site.node.held):  # its leaves are such gradients
-            held = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in site.node.held) * self.num_examples
-            return dataclasses.replace(reduced, form="kept", note=site.node.note, transient_bytes=held)
-        return reduced
-
-    def _by_first_form(self, site: Site) -> Reduced:
-        from perex_t5x.per_example import dense, sparse, tokens
-
-        if not any(site.batched):
-            return self.shared(site.gradient(*site.leaves), site.initial, site.shift)
-        if self.unit == "token" and (form := tokens.per_token(self, site)):
-            return form
-        for form in (dense.factored, sparse.sparse, sparse.sparse_plus_dense, dense.gram, dense.one_product_at_a_time):
-            if reduced := form(self, site):
-                return reduced
-        example_size = sum(math.prod(v.aval.shape) for v, b in zip(site.node.leaves, site.batched, strict=True) if b)
-        if math.prod(site.node.root.aval.shape) <= example_size:
-            in_axes = tuple(0 if b else None for b in site.batched)
-            g_Nx = jax.vmap(site.gradient, in_axes=in_axes)(*site.leaves)
-            return self.all_at_once(g_Nx, "all at once", initial=site.initial, shift=site.shift)
-        return self.one_at_a_time(site)
-
 
 def plus(initial: Any, sums: list[jax.Array]) -> list[jax.Array]:
     return sums if initial is None else jax.tree.map(jnp.add, list(initial), sums)

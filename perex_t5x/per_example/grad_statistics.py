@@ -397,8 +397,8 @@ def _chunk(call: _Call, inputs: _Inputs, initial: Any) -> tuple[dict[str, Any], 
     finite = jnp.all(jnp.isfinite(losses), axis=1)
     if norms is not None:
         finite &= jnp.isfinite(norms)
-    w = jnp.ones(units, jnp.float32) if unit_weights is None else unit_weights
-    w_Mxb = jnp.ones(inputs.indices_Mxb.shape, jnp.float32) if inputs.weights_Mxb is None else inputs.weights_Mxb
+    w = jnp.ones(units) if unit_weights is None else unit_weights
+    w_Mxb = jnp.ones(inputs.indices_Mxb.shape) if inputs.weights_Mxb is None else inputs.weights_Mxb
     w_Mxb = jnp.where((w != 0)[:, None], w_Mxb, 0.0)
     squares, totals = jnp.sum(jnp.square(w_Mxb), axis=1), jnp.sum(w_Mxb, axis=1)
     sums = {

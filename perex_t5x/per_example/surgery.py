@@ -17,6 +17,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from perex_t5x.per_example import jaxprs
+from perex_t5x.per_example.choice import reduce_at
 from perex_t5x.per_example.forms import MIXED_UNITS, Pre, Reduced, Reducer, Site, plus
 from perex_t5x.per_example.plan import Assembled, Inside, Kept, Mapped, Node, Permuted, Producer, make_plan
 from perex_t5x.per_example.rewrites import prepare
@@ -113,7 +114,7 @@ def run(
                 return inside[id(eqn), i]
             case Producer(leaves=leaves):
                 values, flags = zip(*map(read, leaves), strict=True) if leaves else ((), ())
-                return reducer.producer(Site(node, values, flags, want.pre, want.initial, want.shift))
+                return reduce_at(reducer, Site(node, values, flags, want.pre, want.initial, want.shift))
             case Kept(var=v, reason=reason, small=small):
                 value, flag = read(v)
                 if not flag:

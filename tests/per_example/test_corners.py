@@ -172,7 +172,9 @@ def test_ids_that_int32_cannot_hold():
 def test_double_precision():
     with jax.enable_x64(True):
         w, x = W.astype(jnp.float64), X.astype(jnp.float64)
-        same(lambda p, x: jnp.sum(jnp.tanh(x @ p)), w, x, rtol=1e-13)
+        stats, _ = same(lambda p, x: jnp.sum(jnp.tanh(x @ p)), w, x, rtol=1e-13)
+        whole = jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p)) / N)(w)
+        np.testing.assert_allclose(stats.mean, whole, rtol=1e-12)
         f32 = jnp.float32
         same(lambda p, x: jnp.sum(jnp.tanh(x.astype(f32) @ p.astype(f32))).astype(jnp.float64), w, x)
         same(lambda p, x: jnp.sum(jnp.tanh(x.astype(f32) @ p.astype(f32))).astype(jnp.float64), w, x[:, 0])
