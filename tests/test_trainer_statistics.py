@@ -216,7 +216,6 @@ def test_its_own_statistic_from_gin(tmp_path):
         ({"group_size": 16}, r"BATCH_SIZE = 16 with Trainer.group_size = 16: micro_adam_var estimates the variance"),
         ({"group_size": 16, "monitor": Monitor()}, "Trainer.monitor measures the noise between examples"),
     ],
-    ids=str,
 )
 def test_bad_arguments_are_named_before_anything_is_compiled(arguments, message):
     with pytest.raises(ConfigError, match=message):
