@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from perex_t5x.per_example import collectives, manual
 from perex_t5x.per_example.call import Call, Inputs, Options, one_if_zero
 from perex_t5x.per_example.forms import MIXED_UNITS, Reduced, Reducer
 from perex_t5x.per_example.methods import METHODS
@@ -48,7 +49,7 @@ def accumulate(call: Call, inputs: Inputs, micro: int) -> tuple[Any, Any, Accoun
             return {"raw": sums["raw"], **counts}, per_unit
 
         shapes = jax.eval_shape(lambda x: part(x, None)[0], jax.tree.map(lambda x: x[0], xs))
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        zeros = jax.tree.map(lambda s: manual.vary(jnp.zeros(s.shape, s.dtype), _varying(s)), shapes)
         sums, per_unit = jax.lax.scan(add, zeros, xs)
         per_unit = jax.tree.map(lambda x: x.reshape(units, *x.shape[2:]), per_unit)
         account = seen[0]
@@ -57,14 +58,35 @@ def accumulate(call: Call, inputs: Inputs, micro: int) -> tuple[Any, Any, Accoun
     return sums, per_unit, account
 
 
+def _varying(shape: jax.ShapeDtypeStruct) -> frozenset[str]:
+    return frozenset() if shape.manual_axis_type is None else shape.manual_axis_type.varying
+
+
+def _over_devices(call: Call, sums: dict[str, Any], account: Account) -> dict[str, Any]:
+    """The sums over all devices' examples: everything that is left to add goes out together."""
+    data_axes = call.options.data_axes
+    if not data_axes:
+        return sums
+    left = [tuple(a for a in data_axes if a not in r.over) for r in account.forms]
+    parcels = {axes: {str(i): sums["statistics"][i] for i, a in enumerate(left) if a == axes} for axes in set(left)}
+    counts = {k: v for k, v in sums.items() if k != "statistics"}
+    parcels.setdefault(data_axes, {})["counts"] = counts
+    received: dict[str, Any] = {}
+    for axes, parcel in sorted(parcels.items()):
+        received |= collectives.sum_over(parcel, axes, call.options.transport)
+    return {**received["counts"], "statistics": [received[str(i)] for i in range(len(left))]}
+
+
 def _chunk(call: Call, inputs: Inputs, initial: Any) -> tuple[dict[str, Any], Any, Account]:
     """Sums over the units given, added to `initial` (raw sums per gradient); and per-unit losses, norms, aux."""
     options, gradient = call.options, call.unit_gradient()
     units = inputs.indices_Mxb.shape[0]
     unit_weights = None if inputs.weights_Mxb is None else jnp.mean(inputs.weights_Mxb, axis=1)
+    mesh = {"varying": call.varying, "devices": call.devices, "data_axes": options.data_axes}
+    mesh["transport"] = options.transport
     norms, scales, first = None, None, None
     if options.passes == 2:
-        reducer = Reducer((), units, None, None, True)
+        reducer = Reducer((), units, None, None, True, **mesh)
         (losses, _), first = METHODS[options.method](gradient, reducer, inputs, None)
         norms = jnp.sqrt(sum(r.squares_N for r in first))
         if options.non_finite == "skip":
@@ -73,7 +95,7 @@ def _chunk(call: Call, inputs: Inputs, initial: Any) -> tuple[dict[str, Any], An
         if options.clip_norm is not None:
             scales = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norms, jnp.finfo(norms.dtype).tiny))
     wants_norms = options.passes == 1 and (options.norms or options.non_finite == "raise")
-    reducer = Reducer(options.statistics, units, unit_weights, scales, wants_norms, options.unit)
+    reducer = Reducer(options.statistics, units, unit_weights, scales, wants_norms, options.unit, **mesh)
     (losses, aux), reduced = METHODS[options.method](gradient, reducer, inputs, initial)
     if wants_norms:
         norms = jnp.sqrt(sum(r.squares_N for r in reduced))
@@ -113,7 +135,8 @@ def _chunk(call: Call, inputs: Inputs, initial: Any) -> tuple[dict[str, Any], An
 def finish(call: Call, sums: dict[str, Any], per_unit: Any, account: Account) -> Any:
     options = call.options
     _check_forms(options, account.forms, call.selected.names)
-    units, b = call.inputs.indices_Mxb.shape[0], options.group_size
+    sums = _over_devices(call, sums, account)
+    units, b = call.inputs.indices_Mxb.shape[0] * call.num_devices, options.group_size
     weight_sum, weight_square_sum, noise = sums["weight"], sums["weight_square"], sums["noise"]
     if options.unit == "token":
         weight_sum, weight_square_sum = sums["position_weight"], sums["position_weight_square"]
@@ -136,7 +159,9 @@ def finish(call: Call, sums: dict[str, Any], per_unit: Any, account: Account) ->
         averages.update(unshifted(centered, call.inputs.shift))
         centered = call.selected.trees({**centered, "shift": call.inputs.shift})
     every = options.non_finite != "skip" and call.inputs.weights_Mxb is None
-    num_groups, count = (np.int32(units), np.int32(call.count)) if every else (sums["units"], sums["examples"])
+    num_groups, count = sums["units"], sums["examples"]
+    if every:
+        num_groups, count = np.int32(units), np.int32(call.count * call.num_devices)
     if options.unit == "token":
         num_groups = sums["positions"]
     statistics = GradStatistics(

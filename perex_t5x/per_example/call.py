@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from perex_t5x.per_example import jaxprs, microbatch
+from perex_t5x.per_example import jaxprs, manual, microbatch
 from perex_t5x.per_example.arguments import Roles, Selected, check_divides, num_examples
 from perex_t5x.per_example.statistic import SHIFTABLE, Statistic
 
@@ -31,6 +31,8 @@ class Options:
     clip_norm: float | None
     non_finite: str
     strict: bool
+    data_axes: tuple[str, ...] = ()
+    transport: Any = None
 
     @property
     def passes(self) -> int:
@@ -61,6 +63,8 @@ class Call:
     count: int
     microbatch: int  # units at a time
     inputs: Inputs
+    varying: frozenset[str]  # mesh axes, see `forms.Reducer`
+    devices: frozenset[str]
 
     @classmethod
     def make(
@@ -77,7 +81,9 @@ class Call:
         elif options.microbatch_size not in (None, "auto"):
             check_divides("microbatch_size", options.microbatch_size, "the number of examples", count)
         selected = Selected.make(arguments, roles, options.parameters)
-        indices = jnp.asarray(first_index, jnp.uint32) + jnp.arange(count, dtype=jnp.uint32)
+        manual.check_data_axes(options.data_axes)
+        mine = jnp.asarray(count * manual.device_index(options.data_axes), jnp.uint32)
+        indices = jnp.asarray(first_index, jnp.uint32) + mine + jnp.arange(count, dtype=jnp.uint32)
         rows = jax.tree.map(
             lambda x: jnp.reshape(x, (units, b, *jnp.shape(x)[1:])), tuple(arguments[i] for i in roles.batch_argnums)
         )
@@ -93,7 +99,15 @@ class Call:
             raise ValueError("unit='token' takes no shift.")
         if inputs.shift is not None and not {s.name for s in options.statistics}.issuperset(SHIFTABLE):
             raise ValueError(f"shift needs the statistics {' and '.join(SHIFTABLE)}: ask for both.")
-        return cls(loss_fn, options, selected, len(arguments), count, micro, inputs)
+        devices = frozenset(options.data_axes) or manual.varying_axes(inputs.batch) or frozenset(manual.manual_axes())
+        varying = manual.varying_axes(inputs)
+        inputs = manual.vary(inputs, varying)
+        return cls(loss_fn, options, selected, len(arguments), count, micro, inputs, varying, devices)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices' examples the statistics are of."""
+        return manual.num_devices(self.options.data_axes)
 
     def shapes(self) -> Any:
         leaves, tree = jax.tree.flatten(self.inputs)
@@ -104,13 +118,13 @@ class Call:
         program, _ = trace(self.unit_gradient(), self.inputs)
         parameters = sum(jnp.size(x) for x in self.inputs.differentiated)
         units = self.inputs.indices_Mxb.shape[0]
-        chosen = microbatch.choose(program, units, parameters)
+        chosen = microbatch.choose(jaxprs.inline(program), units, parameters)
         return {platform: size * self.options.group_size for platform, size in chosen.items()}
 
     def unit_gradient(self) -> Callable[..., Any]:
         """(differentiated, others, batch, indices, weights) of one unit -> ((its loss, (losses, aux)), gradients)."""
         roles, options = self.options.roles, self.options
-        scale = self.count if options.reduction == "sum" else 1
+        scale = self.count * self.num_devices if options.reduction == "sum" else 1
 
         def example(differentiated: Any, others: Any, row: Any, index: jax.Array) -> Any:
             full = self.selected.fill(differentiated, others, self.arity)
@@ -171,7 +185,6 @@ def unit_rows(inputs: Inputs) -> tuple[Any, ...]:
 
 
 def trace(gradient: Any, inputs: Inputs) -> tuple[Any, Any]:
-    """The gradient program of one unit, calls inlined, and the shapes of its results."""
-    row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), unit_rows(inputs))
-    program, out = jax.make_jaxpr(gradient, return_shape=True)(inputs.differentiated, inputs.others, *row)
-    return jaxprs.inline(program), out
+    """The gradient program of one unit, and the shapes of its results."""
+    row = jax.tree.map(lambda x: jaxprs.struct(jax.typeof(x), x.shape[1:]), unit_rows(inputs))
+    return jax.make_jaxpr(gradient, return_shape=True)(inputs.differentiated, inputs.others, *row)

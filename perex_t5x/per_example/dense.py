@@ -172,7 +172,7 @@ def _by_tiles(
         return [put(s, t) for s, t in zip(sums, tiles, strict=True)], squares
 
     dtype = product.dtype
-    state = (begin, jnp.zeros(n, dtype) if reducer.norms else None)
+    state = (begin, reducer.zeros((n,), dtype) if reducer.norms else None)
     state = jax.lax.fori_loop(0, length // tile, lambda j, state: one_tile(j * tile, tile, *state), state)
     return one_tile(length - length % tile, length % tile, *state) if length % tile else state
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from perex_t5x.per_example import jaxprs
+from perex_t5x.per_example import jaxprs, manual
 from perex_t5x.per_example.plan import Producer
 from perex_t5x.per_example.statistic import SHIFTABLE, Statistic
 
@@ -45,6 +45,7 @@ class Reduced:
       raw: the sums as they are accumulated: arrays in the order of elements in which the gradient is produced.
       finish: from `raw` to one array per statistic, like the parameter.
       positions_N: with unit='token', the real positions of each example; None where the unit is the example.
+      over: mesh axes over which the sums are of all devices' examples already.
     """
 
     raw: Any
@@ -54,6 +55,7 @@ class Reduced:
     note: str = ""
     finish: Callable[[Any], list[jax.Array]] = list
     positions_N: jax.Array | None = None
+    over: tuple[str, ...] = ()
 
     def then(self, fn: Callable[[jax.Array], jax.Array]) -> Reduced:
         """With `fn` applied to the finished sums."""
@@ -116,6 +118,10 @@ class Reducer:
       scales_N: c_n, inside φ (clipping): φ(c_n g_n); None: all 1. Norms are of the gradient before scaling.
       norms: whether Σ g_n² is wanted.
       unit: 'example' or 'token'.
+      varying: mesh axes over which values are known to differ (inside `shard_map` with check_vma=True).
+      devices: mesh axes over which devices have examples of their own: the loss may not communicate over them.
+      data_axes: those of them over which statistics are wanted of all devices' examples.
+      transport: dtype in which sums travel between devices; None: their own.
     """
 
     statistics: Sequence[Statistic]
@@ -124,6 +130,10 @@ class Reducer:
     scales_N: jax.Array | None
     norms: bool
     unit: str = "example"
+    varying: frozenset[str] = frozenset()
+    devices: frozenset[str] = frozenset()
+    data_axes: tuple[str, ...] = ()
+    transport: Any = None
 
     # --- pieces -------------------------------------------------------------------------------------------------------
 
@@ -157,7 +167,10 @@ class Reducer:
         if initial is not None:
             return list(initial)
         g = jax.ShapeDtypeStruct(tuple(shape), dtype)
-        return [jnp.zeros(g.shape, jax.eval_shape(s.fn, g).dtype) for s in self.statistics]
+        return [self.zeros(g.shape, jax.eval_shape(s.fn, g).dtype) for s in self.statistics]
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> jax.Array:
+        return manual.vary(jnp.zeros(shape, dtype), self.varying)
 
     def column(self, values_N: jax.Array | None, ndim: int) -> jax.Array | None:
         """Per-example numbers as [N, 1, ...]."""
@@ -178,19 +191,35 @@ class Reducer:
         return Reduced(plus(initial, sums), squares, form, g_Nx.size * g_Nx.dtype.itemsize, note)
 
     def shared(self, g: jax.Array, initial: Any = None, shift: jax.Array | None = None) -> Reduced:
-        """The same gradient for every example: an unused parameter's zeros, a regulariser's."""
+        """The same gradient for every example: an unused parameter's zeros, a regulariser's.
+
+        All devices' examples are counted here: a device that has a part of the parameter alone sums this part.
+        """
         g = at_least_f32(g)
-        squares = jnp.broadcast_to(jnp.sum(jnp.square(g)), (self.num_examples,)) if self.norms else None
+        squares = jaxprs.for_all(jnp.sum(jnp.square(g)), self.num_examples) if self.norms else None
+        every = self._of_all_devices()
         if self.scales_N is None:
-            sums = [self.total_weight(g.dtype) * self.phi(s, g, None, shift) for s in self.statistics]
-            return Reduced(plus(initial, sums), squares, "shared", 0)
+            sums = [every.total_weight(g.dtype) * self.phi(s, g, None, shift) for s in self.statistics]
+            return Reduced(plus(initial, sums), squares, "shared", 0, over=self.data_axes)
 
         def step(sums: list[jax.Array], x: Any) -> tuple[list[jax.Array], None]:
             return self.added(sums, g, *x, shift), None
 
         begin = self.begin(initial, g.shape, g.dtype)
-        sums, _ = jax.lax.scan(step, begin, (self.weights_N, self.scales_N), length=self.num_examples)
-        return Reduced(sums, squares, "shared", 0)
+        sums, _ = jax.lax.scan(step, begin, (every.weights_N, every.scales_N), length=every.num_examples)
+        return Reduced(sums, squares, "shared", 0, over=self.data_axes)
+
+    def _of_all_devices(self) -> Reducer:
+        """The same with the numbers of all devices' examples."""
+        if not self.data_axes:
+            return self
+        gather = lambda x: None if x is None else jax.lax.all_gather(x, self.data_axes, tiled=True)  # noqa: E731
+        return dataclasses.replace(
+            self,
+            num_examples=self.num_examples * manual.num_devices(self.data_axes),
+            weights_N=gather(self.weights_N),
+            scales_N=gather(self.scales_N),
+        )
 
     def one_at_a_time(self, site: Site) -> Reduced:
         """A loop over examples: one gradient and the sums exist at a time."""
@@ -205,7 +234,7 @@ class Reducer:
             g = gradient(row)
             return self.added(sums, g, weight, scale, site.shift), jnp.sum(jnp.square(g)) if self.norms else None
 
-        g = jax.eval_shape(gradient, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in rows])
+        g = jax.eval_shape(gradient, [jaxprs.struct(jax.typeof(x), x.shape[1:]) for x in rows])
         begin = self.begin(site.initial, g.shape, g.dtype)
         sums, squares = over_examples(step, begin, (rows, self.weights_N, self.scales_N), self.num_examples)
         return Reduced(sums, squares, "one at a time", math.prod(g.shape) * g.dtype.itemsize)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from perex_t5x.per_example.accumulate import Account, accumulate, finish
 from perex_t5x.per_example.arguments import Roles, parameter_filter
@@ -42,6 +43,8 @@ def grad_statistics(
     clip_norm: float | None = None,
     non_finite: str = "keep",
     strict: bool = False,
+    data_axes: str | Sequence[str] = (),
+    transport_dtype: Any = None,
 ) -> Compute:
     """Returns `compute(params, batch, ..., weights=None) -> (GradStatistics, PerExample)`.
 
@@ -70,6 +73,11 @@ def grad_statistics(
       non_finite: 'keep'; 'skip': units whose loss or gradient norm is not finite are left out, which needs a pass as well;
         or 'raise'.
       strict: an error, naming the parameter, where a gradient would have to be held for all examples.
+      data_axes: inside `jax.shard_map`, the mesh axes over which devices share the batch. The statistics are then those of
+        all devices' examples, the same on each; parameters may be gathered inside the loss (FSDP), and the statistics of
+        a gathered one are those of this device's part. Without it they are of this device's examples.
+      transport_dtype: dtype in which sums travel between devices, such as jnp.bfloat16; they are added in their own. None:
+        their own.
 
     >>> import jax.numpy as jnp
     >>> loss = lambda w, x: jnp.sum((x @ w) ** 2)
@@ -105,10 +113,21 @@ def grad_statistics(
         clip_norm=clip_norm,
         non_finite=non_finite,
         strict=strict,
+        data_axes=(data_axes,) if isinstance(data_axes, str) else tuple(data_axes),
+        transport=None if transport_dtype is None else _float_dtype(transport_dtype),
     )
     if unit == "token":
         _check_token_options(options)
     return Compute(loss_fn, options)
+
+
+def _float_dtype(dtype: Any) -> Any:
+    try:
+        if jnp.issubdtype(dtype, jnp.floating):
+            return jnp.dtype(dtype)
+    except TypeError:
+        pass
+    raise ValueError(f"transport_dtype = {dtype!r}: must be a floating dtype, such as jnp.bfloat16, or None.")
 
 
 def _check_token_options(options: Options) -> None:
@@ -145,6 +164,7 @@ class Compute:
           weights: one per example, outside φ; 0 leaves an example out. Within a group, h_j is the weighted mean and w_j
             the mean of its weights.
           first_index: of the batch's first example in the global batch; example i's key is fold_in(key, first_index + i).
+            With `data_axes` the devices' parts are counted by itself.
           shift: a tree like the parameters, near the mean gradient (that of an earlier step): mean and mean square are
             accumulated as those of g − shift, so that the variance keeps its digits where |μ| is much larger than σ.
         """

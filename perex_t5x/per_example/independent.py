@@ -7,7 +7,6 @@ called with one example, and per-example gradients of it are gradients of someth
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from jax.extend import core
 from perex_t5x.per_example import jaxprs
 from perex_t5x.per_example.arguments import Roles, num_examples
 
-_LIBRARIES = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (jax.__file__, __file__))
 # What a sum over examples may pass through on its way to the loss: linear, or moving elements.
 _LINEAR = {
     "add", "add_any", "sub", "neg", "reduce_sum", "convert_element_type", "reshape", "squeeze", "transpose", "copy",
@@ -263,9 +261,5 @@ def _describe(mixed_in: tuple[core.JaxprEqn, ...]) -> str:
     scopes = "/".join(filter(None, (str(eqn.source_info.name_stack) for eqn in reversed(mixed_in))))
     if scopes:
         text += f" of {scopes}"
-    for eqn in mixed_in:
-        for frame in getattr(eqn.source_info.traceback, "frames", None) or ():
-            if not frame.file_name.startswith(_LIBRARIES):
-                short = os.sep.join(frame.file_name.split(os.sep)[-3:])
-                return f"{text} at {short}:{frame.line_num} ({frame.function_name})"
-    return text
+    line = jaxprs.source_line(mixed_in)
+    return text if line is None else f"{text} at {line}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
 
 # Calls whose body is simply run: after differentiation their special rules have done their work.
 _INLINED = {
@@ -18,6 +21,8 @@ _INLINED = {
     "custom_vjp_call": "call_jaxpr",
 }
 
+
+_LIBRARIES = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (jax.__file__, __file__))
 
 REMAT = {"remat2", "checkpoint", "remat"}
 
@@ -40,10 +45,18 @@ def bind_with(eqn: core.JaxprEqn, arguments: Sequence[Any], params: dict[str, An
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def bind_batched(eqn: core.JaxprEqn, arguments: Sequence[Any], batched: Sequence[bool]) -> list[Any]:
-    """Applies one equation to all examples at once: `jax.vmap` over the arguments that have an example axis."""
+def bind_batched(
+    eqn: core.JaxprEqn, arguments: Sequence[Any], batched: Sequence[bool]
+) -> tuple[list[Any], Sequence[bool]]:
+    """Applies one equation to all examples at once: `jax.vmap` over the arguments that have an example axis.
+
+    Returns:
+      The results, and which of them have an example axis.
+    """
     in_axes = tuple(0 if b else None for b in batched)
-    return jax.vmap(lambda *x: tuple(bind(eqn, x)), in_axes=in_axes)(*arguments)
+    flags = flow(eqn, batched)
+    out_axes = tuple(0 if f else None for f in flags)
+    return jax.vmap(lambda *x: tuple(bind(eqn, x)), in_axes=in_axes, out_axes=out_axes)(*arguments), flags
 
 
 def closed(jaxpr: Any) -> core.ClosedJaxpr:
@@ -68,10 +81,18 @@ def evaluate(
     return [read(v) for v in jaxpr.outvars]
 
 
-def inline(jaxpr: core.ClosedJaxpr, remat: bool = False) -> core.ClosedJaxpr:
-    """The same program with `jit` and `custom_*` calls inlined; loops and branches stay, and remat unless asked for."""
+def inline(jaxpr: core.ClosedJaxpr, remat: bool = False, manual: bool = False) -> core.ClosedJaxpr:
+    """The same program with `jit` and `custom_*` calls inlined; loops and branches stay, and remat unless asked for.
+
+    With `manual` it is the body of a `shard_map`, for one whose values do not carry the axes they vary over
+    (check_vma=False).
+    """
 
     def rule(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+        if manual and eqn.primitive.name in ("pvary", "pcast"):
+            return list(arguments)
+        if manual and eqn.primitive.name == "psum_invariant":
+            return [jax.lax.psum(x, tuple(eqn.params["axes"])) for x in arguments]
         name = _INLINED.get(eqn.primitive.name)
         if name is None and not (remat and eqn.primitive.name in REMAT):
             return bind(eqn, arguments)
@@ -81,29 +102,40 @@ def inline(jaxpr: core.ClosedJaxpr, remat: bool = False) -> core.ClosedJaxpr:
         return evaluate(body.jaxpr, body.consts, arguments, rule)
 
     flat = lambda *arguments: evaluate(jaxpr.jaxpr, jaxpr.consts, arguments, rule)  # noqa: E731
-    return jax.make_jaxpr(flat)(*(struct(v) for v in jaxpr.in_avals))
+    shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) if manual else struct(v) for v in jaxpr.in_avals]
+    return jax.make_jaxpr(flat)(*shapes)
 
 
-def inline_manual(jaxpr: core.Jaxpr) -> core.ClosedJaxpr:
-    """The body of a `shard_map`, for one whose values do not carry the axes they vary over (check_vma=False)."""
-
-    def rule(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
-        name = eqn.primitive.name
-        if name in ("pvary", "pcast"):
-            return list(arguments)
-        if name == "psum_invariant":
-            return [jax.lax.psum(x, tuple(eqn.params["axes"])) for x in arguments]
-        if name in _INLINED:
-            body = closed(eqn.params[_INLINED[name]])
-            return evaluate(body.jaxpr, body.consts, arguments, rule)
-        return bind(eqn, arguments)
-
-    flat = lambda *arguments: evaluate(jaxpr, (), arguments, rule)  # noqa: E731
-    return jax.make_jaxpr(flat)(*(struct(v.aval) for v in jaxpr.invars))
+def struct(aval: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
+    """Shape (or another one) and dtype of a value, and over which axes of a `shard_map` it varies."""
+    shape = aval.shape if shape is None else tuple(shape)
+    if not aval.manual_axis_type.varying:
+        return jax.ShapeDtypeStruct(shape, aval.dtype)
+    anywhere = NamedSharding(aval.sharding.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=anywhere, manual_axis_type=aval.manual_axis_type)
 
 
-def struct(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+def for_all(value: Any, num_examples: int) -> jax.Array:
+    """A value that all examples share, for each of them: [N, ...]."""
+    return jnp.broadcast_to(value, (num_examples, *jnp.shape(value)))
+
+
+def contract_leading(eqn: core.JaxprEqn, operands: Sequence[Any], **changed: Any) -> Any:
+    """A `dot_general` without batch axes, of operands that both have one more leading axis: contracted as well."""
+    contracted, _ = eqn.params["dimension_numbers"]
+    shifted = tuple((0, *(a + 1 for a in axes)) for axes in contracted)
+    params = {**eqn.params, "dimension_numbers": (shifted, ((), ())), **changed}
+    return bind_with(eqn, operands, params)[0]
+
+
+def source_line(eqns: Iterable[core.JaxprEqn]) -> str | None:
+    """'file.py:12 (function)', the innermost line of the user's of the first equation that has one."""
+    for eqn in eqns:
+        for frame in getattr(eqn.source_info.traceback, "frames", None) or ():
+            if not frame.file_name.startswith(_LIBRARIES):
+                short = os.sep.join(frame.file_name.split(os.sep)[-3:])
+                return f"{short}:{frame.line_num} ({frame.function_name})"
+    return None
 
 
 def split_scan(items: Sequence[Any], params: dict[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -127,12 +159,44 @@ def use_counts(jaxpr: core.Jaxpr) -> dict[core.Var, int]:
 
 
 def dependent(jaxpr: core.Jaxpr, batched: Sequence[bool]) -> set[core.Var]:
-    """Variables that depend on the example, if these arguments do: a result does if any input of its equation does."""
+    """Variables that depend on the example, if these arguments do."""
     found = {v for v, b in zip(jaxpr.invars, batched, strict=True) if b}
     for eqn in jaxpr.eqns:
-        if any(isinstance(v, core.Var) and v in found for v in eqn.invars):
-            found.update(eqn.outvars)
+        flags = [isinstance(v, core.Var) and v in found for v in eqn.invars]
+        if any(flags):
+            found.update(v for v, f in zip(eqn.outvars, flow(eqn, flags), strict=True) if f)
     return found
+
+
+def flow(eqn: core.JaxprEqn, batched: Sequence[bool]) -> list[bool]:
+    """Which results of an equation depend on the example, if these arguments do.
+
+    Those of scans, branches and remat are looked into; of other equations all results do if any argument does.
+    """
+    bodies = bodies_of(eqn, batched)
+    if bodies is None or not any(batched):
+        return [any(batched)] * len(eqn.outvars)
+    per_body = [batched_outputs(body, flags) for body, flags in bodies]
+    return [any(flags) for flags in zip(*per_body, strict=True)]
+
+
+def bodies_of(eqn: core.JaxprEqn, batched: Sequence[bool]) -> list[tuple[core.Jaxpr, list[bool]]] | None:
+    """The programs of a scan, branch or remat, and which of their arguments depend on the example; None for others."""
+    name, batched = eqn.primitive.name, list(batched)
+    if name in REMAT:
+        return [(closed(eqn.params["jaxpr"]).jaxpr, batched)]
+    if name == "cond" and not batched[0]:
+        return [(branch.jaxpr, batched[1:]) for branch in eqn.params["branches"]]
+    if name != "scan":
+        return None
+    body = eqn.params["jaxpr"].jaxpr
+    consts, carry, xs = split_scan(batched, eqn.params)
+    while True:  # until no more of the carry depends on the example
+        outs = batched_outputs(body, [*consts, *carry, *xs])[: len(carry)]
+        grown = [c or o for c, o in zip(carry, outs, strict=True)]
+        if grown == carry:
+            return [(body, [*consts, *carry, *xs])]
+        carry = grown
 
 
 def batched_outputs(jaxpr: core.Jaxpr, batched: Sequence[bool]) -> list[bool]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
-from perex_t5x.per_example import surgery
+from perex_t5x.per_example import jaxprs, manual, surgery
 from perex_t5x.per_example.call import Inputs, trace, unit_rows
 from perex_t5x.per_example.forms import Reduced, Reducer
 
@@ -29,9 +30,14 @@ def by_surgery(gradient: Any, reducer: Reducer, inputs: Inputs, initial: Any) ->
     }
     with jax.named_scope("per_example_statistics"):
         flags = [False] * len(shared) + [True] * len(batched)
-        results, result_flags, reduced = surgery.run(program, [*shared, *batched], flags, wanted, reducer)
+        try:
+            results, result_flags, reduced = surgery.run(
+                jaxprs.inline(program), [*shared, *batched], flags, wanted, reducer
+            )
+        except manual.MixesDevicesError as e:
+            raise e.located(program) from None
     results = [
-        None if i >= first else r if f else jnp.broadcast_to(r, (reducer.num_examples, *jnp.shape(r)))
+        None if i >= first else r if f else jaxprs.for_all(r, reducer.num_examples)
         for i, (r, f) in enumerate(zip(results, result_flags, strict=True))
     ]
     (_, per_unit), _ = jax.tree.unflatten(tree, results)
@@ -40,6 +46,7 @@ def by_surgery(gradient: Any, reducer: Reducer, inputs: Inputs, initial: Any) ->
 
 def by_vmap(gradient: Any, reducer: Reducer, inputs: Inputs, initial: Any) -> tuple[Any, list[Reduced]]:
     """A reference: all gradients, then φ, then the sum."""
+    _refuse_devices(gradient, reducer, inputs)
     rows = unit_rows(inputs)
     in_axes = (None, None, *(None if r is None else 0 for r in rows))
     (_, per_unit), grads = jax.vmap(gradient, in_axes=in_axes)(inputs.differentiated, inputs.others, *rows)
@@ -57,6 +64,7 @@ def by_vmap(gradient: Any, reducer: Reducer, inputs: Inputs, initial: Any) -> tu
 
 def by_loop(gradient: Any, reducer: Reducer, inputs: Inputs, initial: Any) -> tuple[Any, list[Reduced]]:
     """The reference: a Python loop over units, one gradient each."""
+    _refuse_devices(gradient, reducer, inputs)
     per_unit, totals, squares = [], initial, []
     for j in range(reducer.num_examples):
         rows = jax.tree.map(lambda x, j=j: x[j], unit_rows(inputs))
@@ -79,6 +87,18 @@ def by_loop(gradient: Any, reducer: Reducer, inputs: Inputs, initial: Any) -> tu
     for i, r in enumerate(reduced):
         r.squares_N = jnp.concatenate([s[i] for s in squares]) if reducer.norms else None
     return jax.tree.map(stack, *per_unit), reduced
+
+
+def _refuse_devices(gradient: Any, reducer: Reducer, inputs: Inputs) -> None:
+    """The references differentiate as JAX does: a gradient that ends in a sum over devices is not an example's."""
+    program, _ = trace(gradient, inputs)
+    shared = len(jax.tree.leaves((inputs.differentiated, inputs.others)))
+    depends = jaxprs.dependent(program.jaxpr, [i >= shared for i in range(len(program.jaxpr.invars))])
+    for eqn in program.jaxpr.eqns:
+        try:
+            manual.refuse(eqn, [isinstance(v, core.Var) and v in depends for v in eqn.invars], reducer.devices)
+        except manual.MixesDevicesError as e:
+            raise e.located(program) from None
 
 
 METHODS = {"surgery": by_surgery, "vmap": by_vmap, "loop": by_loop}

@@ -7,6 +7,7 @@ The program is the gradient of *one* example's loss. From each gradient's result
 - elementwise functions of one variable (a cast, a sign) belong to φ;
 - a gradient put together from parts that do not overlap (slices of one parameter, each used elsewhere) is as many
   gradients, each reduced by itself;
+- a sum over the devices that share the batch (psum, reduce-scatter) is left for afterwards as well;
 - a `scan` that stacks gradients of its layers, a `remat`, or a `cond` is entered: the reduction happens inside its body;
 - anything else, up to and including the first equation that contracts (a matrix product, a convolution, a scatter-add, a
   sum), is the *producer*: a small function from batched arrays to one example's gradient, to be reduced without ever
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from perex_t5x.per_example import jaxprs
+from perex_t5x.per_example import jaxprs, manual
 
 PERMUTATIONS = {"transpose", "reshape", "squeeze", "rev", "copy", "copy_p"}
 UNARY = {"convert_element_type", "neg"}
@@ -38,7 +39,7 @@ CONTRACTIONS = {
 CHEAP = {
     "add", "add_any", "sub", "mul", "div", "neg", "select_n", "pad", "slice", "concatenate", "broadcast_in_dim",
     "dynamic_slice", "dynamic_update_slice", "convert_element_type", "transpose", "reshape", "squeeze", "rev", "copy",
-    "copy_p", "reduce_precision", "integer_pow", "square",
+    "copy_p", "reduce_precision", "integer_pow", "square", "pvary",
 }  # fmt: skip
 
 
@@ -92,7 +93,15 @@ class Producer:
     held: tuple[core.Var, ...] = ()
 
 
-Node = Kept | Permuted | Mapped | Assembled | Inside | Producer
+@dataclasses.dataclass(frozen=True)
+class Crossed:
+    """A sum over the devices that share the batch: done after φ and after each device's own sum."""
+
+    eqn: core.JaxprEqn
+    child: Any
+
+
+Node = Kept | Permuted | Mapped | Assembled | Inside | Producer | Crossed
 
 
 @dataclasses.dataclass
@@ -106,8 +115,13 @@ def size(v: Any) -> int:
     return math.prod(v.aval.shape)
 
 
-def make_plan(jaxpr: core.Jaxpr, wanted: Iterable[int], batched: Sequence[bool]) -> Plan:
-    """Plans the reduction of the results `wanted` of a program, of whose arguments those marked differ by example."""
+def make_plan(
+    jaxpr: core.Jaxpr, wanted: Iterable[int], batched: Sequence[bool], data_axes: frozenset[str] = frozenset()
+) -> Plan:
+    """Plans the reduction of the results `wanted` of a program, of whose arguments those marked differ by example.
+
+    `data_axes` are the mesh axes over which devices have examples of their own.
+    """
     sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
     depends = jaxprs.dependent(jaxpr, batched)
     deferred: set[int] = set()
@@ -121,6 +135,9 @@ def make_plan(jaxpr: core.Jaxpr, wanted: Iterable[int], batched: Sequence[bool])
             return Kept(v, "is also used elsewhere", not _grows(v, eqn, depends))
         if name in jaxprs.REMAT | {"cond", "shard_map"} or (name == "scan" and index >= eqn.params["num_carry"]):
             return Inside(eqn, index)
+        if len(eqn.outvars) == 1 and manual.is_sum(eqn, data_axes):
+            deferred.add(id(eqn))
+            return Crossed(eqn, walk(eqn.invars[0]))
         if is_permutation(eqn):
             deferred.add(id(eqn))
             return Permuted(eqn, walk(eqn.invars[0]))
@@ -218,7 +235,7 @@ def is_zeros(v: Any, sources: dict[core.Var, tuple[core.JaxprEqn, int]]) -> bool
     if isinstance(v, core.Literal):
         return not v.val
     eqn = sources[v][0] if v in sources else None
-    return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and is_zeros(eqn.invars[0], sources)
+    return eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "pvary") and is_zeros(eqn.invars[0], sources)
 
 
 def _parts(
@@ -274,7 +291,7 @@ def _needed(jaxpr: core.Jaxpr, nodes: dict[int, Node], deferred: set[int]) -> se
 
     def add(node: Node) -> None:
         match node:
-            case Permuted(child=child) | Mapped(child=child):
+            case Permuted(child=child) | Mapped(child=child) | Crossed(child=child):
                 add(child)
             case Assembled(parts=parts):
                 for _, _, child in parts:

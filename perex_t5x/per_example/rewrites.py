@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from perex_t5x.per_example import jaxprs, plan
+from perex_t5x.per_example import jaxprs, manual, plan
 
 # Evaluates an equation anew: (equation, its arguments, a function from earlier variables to values) -> results.
 Rule = Callable[[core.JaxprEqn, Sequence[Any], Callable[[Any], Any]], list[Any]]
@@ -40,7 +40,7 @@ def prepare(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable
 def _tails(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> set[core.Var]:
     """Everything between the wanted results and where their walk back ends, ends included."""
     sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
-    through = plan.PERMUTATIONS | plan.CHEAP | {"split"}
+    through = plan.PERMUTATIONS | plan.CHEAP | manual.SUMS | {"split"}
     found: set[core.Var] = set()
     todo = [jaxpr.outvars[i] for i in wanted]
     while todo:
@@ -350,12 +350,9 @@ def _contracted(node: plan.Producer, old: core.Var, varying: dict[core.Var, Any]
         return (jnp.sum(operands[0], axis=(0, *(a + 1 for a in product.params["axes"]))),)
     if product.primitive.name != "dot_general":
         return None
-    (contract_l, contract_r), (batch_l, batch_r) = product.params["dimension_numbers"]
-    if batch_l or batch_r:
+    if product.params["dimension_numbers"][1][0]:
         return None
-    shifted = tuple((0, *(a + 1 for a in axes)) for axes in (contract_l, contract_r))
-    params = {**product.params, "dimension_numbers": (shifted, ((), ()))}
-    return tuple(jaxprs.bind_with(product, operands, params))
+    return (jaxprs.contract_leading(product, operands),)
 
 
 def _added_up(node: plan.Producer, old: core.Var, begin: Any, known: Any, varying: Any, loop: dict[str, Any]) -> Any:

@@ -111,7 +111,7 @@ def sparse(reducer: Reducer, site: Site) -> Reduced | None:
         change = reducer.phi(s, g_NxTxD, scale, shift_NxTxD)
         if site.shift is not None or not zero_everywhere:
             change = change - reducer.phi(s, jnp.zeros_like(g_NxTxD), None, shift_NxTxD)
-            absent_VxD = reducer.phi(s, jnp.zeros(total.shape, g_NxTxD.dtype), None, site.shift)
+            absent_VxD = reducer.phi(s, reducer.zeros(total.shape, g_NxTxD.dtype), None, site.shift)
             total = total + reducer.total_weight(total.dtype) * absent_VxD
         sums.append(total.at[rows.ids_NxT].add(reducer.weighted(change, weight), mode="drop"))
     squares = jnp.sum(jnp.square(g_NxTxD), axis=(1, 2)) if reducer.norms else None

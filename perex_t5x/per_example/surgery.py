@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from perex_t5x.per_example import jaxprs
+from perex_t5x.per_example import collectives, jaxprs, manual
 from perex_t5x.per_example.choice import reduce_at
 from perex_t5x.per_example.forms import MIXED_UNITS, Pre, Reduced, Reducer, Site, plus
-from perex_t5x.per_example.plan import Assembled, Inside, Kept, Mapped, Node, Permuted, Producer, make_plan
+from perex_t5x.per_example.plan import Assembled, Crossed, Inside, Kept, Mapped, Node, Permuted, Producer, make_plan
 from perex_t5x.per_example.rewrites import prepare
 
 
@@ -39,9 +39,18 @@ class Wanted:
         """The same, one permutation earlier."""
         if self.shift is None:
             return self
-        aval = jax.ShapeDtypeStruct(eqn.invars[0].aval.shape, self.shift.dtype)
+        aval = jaxprs.struct(jax.typeof(self.shift), eqn.invars[0].aval.shape)
         (shift,) = jax.linear_transpose(lambda x: jaxprs.bind(eqn, [x])[0], aval)(self.shift)
         return dataclasses.replace(self, shift=shift)
+
+    def uncrossed(self, eqn: core.JaxprEqn) -> Wanted:
+        """The same on each device, before a sum over devices: the sums so far are added after it."""
+        shift = self.shift
+        if shift is not None and eqn.primitive.name == "reduce_scatter":
+            shift = jax.lax.all_gather(
+                shift, eqn.params["axis_name"], axis=eqn.params["scatter_dimension"], tiled=eqn.params["tiled"]
+            )
+        return dataclasses.replace(self, initial=None, shift=shift)
 
     def part(self, index: int, start: Sequence[int], shape: Sequence[int]) -> Wanted:
         """The same of one part of it."""
@@ -74,7 +83,7 @@ def run(
     """
     program = prepare(program, batched, wanted)
     jaxpr = program.jaxpr
-    plan = make_plan(jaxpr, wanted, batched)
+    plan = make_plan(jaxpr, wanted, batched, frozenset(reducer.data_axes))
     entered: dict[int, dict[int, Wanted]] = {}
     for index, node in plan.nodes.items():
         _find_entered(node, wanted[index], entered)
@@ -96,7 +105,8 @@ def run(
             outs, out_flags, reduced = enter(eqn, values, flags, entered[id(eqn)], reducer)
             inside.update(((id(eqn), i), r) for i, r in reduced.items())
         elif any(flags):
-            outs, out_flags = jaxprs.bind_batched(eqn, values, flags), [True] * len(eqn.outvars)
+            manual.refuse(eqn, flags, reducer.devices)
+            outs, out_flags = jaxprs.bind_batched(eqn, values, flags)
         else:
             outs, out_flags = jaxprs.bind(eqn, values), [False] * len(eqn.outvars)
         env.update((v, (o, f)) for v, o, f in zip(eqn.outvars, outs, out_flags, strict=True))
@@ -107,6 +117,8 @@ def run(
                 return reduce(child, want.unmoved(eqn)).then(lambda x: jaxprs.bind(eqn, [x])[0])
             case Mapped(eqn=eqn, child=child):
                 return reduce(child, want.before(eqn))
+            case Crossed(eqn=eqn, child=child):
+                return _crossed(reducer, eqn, reduce(child, want.uncrossed(eqn)), want.initial)
             case Assembled(shape=shape, parts=parts):
                 found = [reduce(child, want.part(k, start, part)) for k, (start, part, child) in enumerate(parts)]
                 return _assembled(shape, [start for start, _, _ in parts], found)
@@ -135,6 +147,8 @@ def _find_entered(node: Node, want: Wanted, entered: dict[int, dict[int, Wanted]
             _find_entered(child, want.unmoved(eqn), entered)
         case Mapped(eqn=eqn, child=child):
             _find_entered(child, want.before(eqn), entered)
+        case Crossed(eqn=eqn, child=child):
+            _find_entered(child, want.uncrossed(eqn), entered)
         case Assembled(parts=parts):
             for k, (start, shape, child) in enumerate(parts):
                 _find_entered(child, want.part(k, start, shape), entered)
@@ -153,20 +167,48 @@ def _assembled(shape: tuple[int, ...], starts: Sequence[Sequence[int]], parts: S
             wholes.append(whole)
         return wholes
 
-    forms = list(dict.fromkeys(p.form for p in parts))
-    notes = [p.note for p in parts if p.note]
     some = lambda values, join: None if any(v is None for v in values) else join(values)  # noqa: E731
+    together = _together(parts)
     mixed = len({p.positions_N is None for p in parts}) == 2
-    form = "kept" if "kept" in forms else " / ".join(forms)
-    return Reduced(
-        [p.raw for p in parts],
-        some([p.squares_N for p in parts], sum),
-        MIXED_UNITS if mixed else form,
-        max(p.transient_bytes for p in parts),
-        notes[0] if notes else "",
-        finish,
-        some([p.positions_N for p in parts], lambda ps: jnp.max(jnp.stack(ps), axis=0)),
+    return dataclasses.replace(
+        together,
+        raw=[p.raw for p in parts],
+        squares_N=some([p.squares_N for p in parts], sum),
+        form=MIXED_UNITS if mixed else together.form,
+        finish=finish,
+        positions_N=some([p.positions_N for p in parts], lambda ps: jnp.max(jnp.stack(ps), axis=0)),
     )
+
+
+def _together(parts: Sequence[Reduced]) -> Reduced:
+    """How the parts of a gradient, or its forms in several branches, were computed; without sums."""
+    forms = list(dict.fromkeys(p.form for p in parts))
+    if len({p.over for p in parts}) > 1:
+        raise ValueError(
+            "parts of one parameter's gradient are summed over different mesh axes "
+            f"({' and '.join(str(p.over) for p in parts)}): gather the parameter as a whole, outside of branches."
+        )
+    return Reduced(
+        None,
+        None,
+        "kept" if "kept" in forms else " / ".join(forms),
+        max(p.transient_bytes for p in parts),
+        next((p.note for p in parts if p.note), ""),
+        over=parts[0].over,
+    )
+
+
+def _crossed(reducer: Reducer, eqn: core.JaxprEqn, mine: Reduced, initial: Any) -> Reduced:
+    """The sum over devices of their sums, added to those so far."""
+    axes = manual.axes_of(eqn)
+
+    def cross(x: jax.Array) -> jax.Array:
+        if eqn.primitive.name == "reduce_scatter" and eqn.params["tiled"]:
+            return collectives.scatter_over(x, axes, eqn.params["scatter_dimension"], reducer.transport)
+        return jaxprs.bind(eqn, [x])[0]
+
+    sums = [cross(x) for x in mine.finish(mine.raw)]
+    return dataclasses.replace(mine, raw=plus(initial, sums), finish=list, over=(*axes, *mine.over))
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
@@ -194,7 +236,7 @@ def _enter_cond(
     def positions(r: Reduced) -> jax.Array | None:
         """A branch that does not use the parameter has positions too: none."""
         if reducer.unit == "token" and r.positions_N is None and r.form == "shared":
-            return jnp.zeros(reducer.num_examples, jnp.int32)
+            return reducer.zeros((reducer.num_examples,), jnp.int32)
         return r.positions_N
 
     def branch(body: core.ClosedJaxpr) -> Callable[..., Any]:
@@ -203,7 +245,7 @@ def _enter_cond(
             results, result_flags, reduced = run(body, operands, flags[1:], plain, reducer)
             seen.append(reduced)
             results = [
-                jnp.broadcast_to(r, (reducer.num_examples, *jnp.shape(r))) if want and not have else r
+                jaxprs.for_all(r, reducer.num_examples) if want and not have else r
                 for r, want, have in zip(results, out_flags, result_flags, strict=True)
             ]
             return results, {i: (r.finish(r.raw), r.squares_N, positions(r)) for i, r in reduced.items()}
@@ -213,12 +255,12 @@ def _enter_cond(
     results, arrays = jax.lax.switch(index, [branch(b) for b in branches], operands)
     reductions = {}
     for i, (sums, squares, positions_N) in arrays.items():
-        forms = list(dict.fromkeys(reduced[i].form for reduced in seen))
-        note = next((reduced[i].note for reduced in seen if reduced[i].note), "")
-        transient = max(reduced[i].transient_bytes for reduced in seen)
-        form = "kept" if "kept" in forms else " / ".join(forms)
-        sums = plus(wanted[i].initial, sums)
-        reductions[i] = Reduced(sums, squares, form, transient, note, positions_N=positions_N)
+        reductions[i] = dataclasses.replace(
+            _together([reduced[i] for reduced in seen]),
+            raw=plus(wanted[i].initial, sums),
+            squares_N=squares,
+            positions_N=positions_N,
+        )
     return results, out_flags, reductions
 
 
@@ -233,16 +275,11 @@ def _enter_scan(
     num_consts, num_carry = p["num_consts"], p["num_carry"]
     body = jaxprs.inline(p["jaxpr"])
     consts, carry, xs = jaxprs.split_scan(values, p)
-    const_flags, carry_flags, xs_flags = jaxprs.split_scan(flags, p)
-    while True:  # until no more of the carry depends on the example
-        outs = jaxprs.batched_outputs(body.jaxpr, [*const_flags, *carry_flags, *xs_flags])[:num_carry]
-        grown = [c or o for o, c in zip(outs, carry_flags, strict=True)]
-        if grown == carry_flags:
-            break
-        carry_flags = grown
+    ((_, body_flags),) = jaxprs.bodies_of(eqn, flags)
+    const_flags, carry_flags, xs_flags = jaxprs.split_scan(body_flags, p)
     n = reducer.num_examples
     carry = [
-        jnp.broadcast_to(c, (n, *jnp.shape(c))) if f and not g else c
+        jaxprs.for_all(c, n) if f and not g else c
         for c, f, g in zip(carry, carry_flags, flags[num_consts : num_consts + num_carry], strict=True)
     ]
     xs = [jnp.moveaxis(x, 0, 1) if f else x for x, f in zip(xs, xs_flags, strict=True)]
@@ -260,7 +297,7 @@ def _enter_scan(
             body, [*consts, *carry, *x], [*const_flags, *carry_flags, *xs_flags], here, reducer
         )
         new_carry = [
-            jnp.broadcast_to(r, (n, *jnp.shape(r))) if want and not have else r
+            jaxprs.for_all(r, n) if want and not have else r
             for r, want, have in zip(results[:num_carry], carry_flags, result_flags[:num_carry], strict=True)
         ]
         seen.update(flags=result_flags[num_carry:], reduced=reduced)
@@ -281,7 +318,7 @@ def _enter_scan(
         positions = None if positions_LxN is None else jnp.max(positions_LxN, axis=0)
         raw = totals_L[i] if i in totals_L else raws[i]
         finish = functools.partial(_finish_layers, r.finish)
-        reductions[i] = Reduced(raw, squares, r.form, r.transient_bytes, r.note, finish, positions)
+        reductions[i] = dataclasses.replace(r, raw=raw, squares_N=squares, finish=finish, positions_N=positions)
     return [*carry, *ys], [*carry_flags, *y_flags], reductions
 
 
@@ -300,9 +337,10 @@ def _enter_shard_map(
 
     def local(values: Sequence[Any], weights_N: Any, scales_N: Any, shifts: Mapping[int, Any]) -> Any:
         here = {i: Wanted(want.pre, None, shifts.get(i)) for i, want in wanted.items()}
-        mine = dataclasses.replace(reducer, weights_N=weights_N, scales_N=scales_N)
-        results, result_flags, reduced = run(jaxprs.inline_manual(p["jaxpr"]), values, flags, here, mine)
-        seen.update(flags=result_flags, reduced=reduced)
+        mine = dataclasses.replace(reducer, weights_N=weights_N, scales_N=scales_N, varying=frozenset())
+        body = jaxprs.inline(jaxprs.closed(p["jaxpr"]), manual=True)
+        results, result_flags, reduced = run(body, values, flags, here, mine)
+        seen.update(reduced=reduced)
         sums = {i: r.finish(r.raw) for i, r in reduced.items()}
         squares = {i: r.squares_N for i, r in reduced.items() if r.squares_N is not None}
         for i, square in squares.items():
@@ -311,7 +349,7 @@ def _enter_shard_map(
             )
             squares[i] = jax.lax.psum(square, axes) if axes else square
         batched = [
-            None if r is None else r if f else jnp.broadcast_to(r, (reducer.num_examples, *jnp.shape(r)))
+            None if r is None else r if f else jaxprs.for_all(r, reducer.num_examples)
             for r, f in zip(results, result_flags, strict=True)
         ]
         return batched, sums, squares
@@ -332,7 +370,7 @@ def _enter_shard_map(
     reductions = {}
     for i, r in seen["reduced"].items():
         raw = plus(wanted[i].initial, sums[i])
-        reductions[i] = Reduced(raw, squares.get(i), r.form, r.transient_bytes, r.note)
+        reductions[i] = dataclasses.replace(r, raw=raw, squares_N=squares.get(i), finish=list, positions_N=None)
     return results, [r is not None for r in results], reductions
 
 

@@ -35,7 +35,7 @@ class Term:
     def moved_back(self, x: jax.Array) -> jax.Array:
         """The inverse of `moved`."""
         shape = self.eqn.outvars[0].aval.shape
-        (x,) = jax.linear_transpose(self.moved, jax.ShapeDtypeStruct(shape, x.dtype))(x)
+        (x,) = jax.linear_transpose(self.moved, jaxprs.struct(jax.typeof(x), shape))(x)
         return x
 
     @property
@@ -69,8 +69,10 @@ def terms(node: plan.Producer) -> list[Term] | None:
         if name == "scatter-add":
             if not plan.is_zeros(eqn.invars[0], {v: (e, 0) for v, e in sources.items()}):
                 return None
-            if (zeros := sources.get(eqn.invars[0])) is not None:
+            zeros = sources.get(eqn.invars[0])
+            while zeros is not None:
                 used.add(id(zeros))
+                zeros = sources.get(zeros.invars[0]) if isinstance(zeros.invars[0], core.Var) else None
         elif name not in ("dot_general", "reduce_sum"):
             return None
         found.append(Term(eqn, chain))

@@ -46,7 +46,7 @@ def _one_term(reducer: Reducer, site: Site, term: Term) -> tuple[list[jax.Array]
 
 def _batched(reducer: Reducer, site: Site, v: object) -> jax.Array:
     value, batched = site.value(v)
-    return value if batched else jnp.broadcast_to(value, (reducer.num_examples, *value.shape))
+    return value if batched else jaxprs.for_all(value, reducer.num_examples)
 
 
 def _factor(site: Site, term: Term) -> jax.Array:
@@ -61,20 +61,12 @@ def _product(reducer: Reducer, site: Site, term: Term) -> tuple[list[jax.Array],
     left, right = (at_least_f32(_batched(reducer, site, v)) for v in term.eqn.invars)
     left = left * _factor(site, term).astype(left.dtype)
     weight = reducer.column(reducer.weights_N, left.ndim)
-    params = {
-        **term.eqn.params,
-        "dimension_numbers": (
-            ((0, *(a + 1 for a in contract_l)), (0, *(a + 1 for a in contract_r))),
-            ((), ()),
-        ),
-        "preferred_element_type": None,
-    }
     sums = []
     for s in reducer.statistics:
         phi_l, phi_r = reducer.weighted(s.fn(left), weight), s.fn(right)
         if weight is not None:
             phi_r = jnp.where(reducer.column(weight, right.ndim) == 0, jnp.zeros_like(phi_r), phi_r)
-        sums.append(jaxprs.bind_with(term.eqn, [phi_l, phi_r], params)[0])
+        sums.append(jaxprs.contract_leading(term.eqn, [phi_l, phi_r], preferred_element_type=None))
     real = _nonzero(left, contract_l) & _nonzero(right, contract_r)
     return sums, jnp.sum(real, axis=tuple(range(1, real.ndim)))
 
@@ -113,7 +105,7 @@ def _rows(reducer: Reducer, site: Site, term: Term) -> tuple[list[jax.Array], ja
         def add(total: jax.Array, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             return jaxprs.bind(term.eqn, [total, *x])[0], None
 
-        sums.append(jax.lax.scan(add, jnp.zeros(operand.aval.shape, phi.dtype), (all_ids, phi))[0])
+        sums.append(jax.lax.scan(add, reducer.zeros(operand.aval.shape, phi.dtype), (all_ids, phi))[0])
     positions = tuple(a for a in range(rows.ndim - 1) if a not in window)
     real = _nonzero(rows, positions)
     return sums, jnp.sum(real, axis=tuple(range(1, real.ndim)))
