@@ -1,19 +1,23 @@
-"""The gradient of the global batch, plain or with statistics of its examples' gradients, a microbatch at a time.
+"""The gradient of the global batch, plain or with statistics of its examples' gradients, on each device a part of the batch.
 
 The loss is L = (1/W) Σ_i ℓ_i over the B examples of the global batch, W its normaliser. Example i's gradient is scaled so
 that the batch gradient is the mean: g_i = (B/W) ∇ℓ_i, with the same B and W however the batch is split.
+
+Both functions run on one device's rows, inside `jax.shard_map` where `data_axes` are manual: each device sums over its own
+examples, microbatch by microbatch, and one collective at the end adds the devices' sums. What has been gathered inside the
+loss (FSDP) arrives summed over the devices that it was gathered from, as this device's part.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from perex_t5x.per_example import GradStatistics
+from perex_t5x.per_example import GradStatistics, collectives, manual
 
 Batch = Mapping[str, jax.Array]
 LossFn = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]  # (params, batch, keys, normalizer) -> (loss, sums)
@@ -24,47 +28,65 @@ LossFn = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]  # (params, batch
 class Gradient:
     """Of a global batch: loss L, the loss's own sums over examples, gradient ∇L; what else was computed, or None."""
 
-    loss: jax.Array
-    sums: dict[str, jax.Array]
+    loss: Any
+    sums: Any
     mean: Any
     statistics: GradStatistics | None = None
-    norms: jax.Array | None = None  # of g_i, or of each group's mean; in the order of the microbatches
+    norms: Any = None  # of g_i, or of each group's mean; in the order of the batch
 
 
-def split_microbatches(tree: Any, count: int, group_size: int = 1) -> Any:
-    """[B, ...] -> [count, B/count, ...]; microbatch j takes groups j, j+count, ... of `group_size` consecutive rows.
+def split_microbatches(tree: Any, count: int) -> Any:
+    """[B, ...] -> [count, B/count, ...].
 
-    Strided, so that each device keeps its own rows when the batch is sharded in contiguous blocks.
-
-    >>> split_microbatches(jnp.arange(8), 2).tolist(), split_microbatches(jnp.arange(8), 2, group_size=2).tolist()
-    ([[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1, 4, 5], [2, 3, 6, 7]])
+    >>> split_microbatches(jnp.arange(6), 2).tolist()
+    [[0, 1, 2], [3, 4, 5]]
     """
-
-    def split(x: Any) -> Any:
-        if group_size == 1:
-            return jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1)
-        groups = jnp.swapaxes(x.reshape(-1, count, group_size, *x.shape[1:]), 0, 1)
-        return groups.reshape(count, -1, *x.shape[1:])
-
-    return jax.tree.map(split, tree)
+    return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), tree)
 
 
 def plain(
-    loss_fn: LossFn, params: Any, batch: Batch, keys_B: jax.Array, normalizer: jax.Array, num_microbatches: int = 1
+    loss_fn: LossFn,
+    params: Any,
+    batch: Batch,
+    keys_B: jax.Array,
+    normalizer: jax.Array,
+    num_microbatches: int = 1,
+    *,
+    data_axes: Sequence[str] = (),
+    summed: Any = None,
+    transport: Any = None,
 ) -> Gradient:
-    """By `jax.value_and_grad`."""
+    """By `jax.value_and_grad`.
+
+    Args:
+      loss_fn, params, batch, keys_B: with this device's rows.
+      normalizer: W of the global batch.
+      num_microbatches: gradients add up over so many parts of the rows.
+      data_axes: manual mesh axes over which devices share the batch.
+      summed: a tree like the parameters: the data axes over which a gathered parameter's gradient arrives summed.
+      transport: dtype in which sums travel; None: their own.
+    """
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def one(rows: tuple[Batch, jax.Array]) -> tuple[Any, Any]:
+        return value_and_grad(params, *rows, normalizer)
+
     if num_microbatches == 1:
-        (loss, sums), grads = value_and_grad(params, batch, keys_B, normalizer)
-        return Gradient(loss, sums, grads)
-
-    def one(micro: tuple[Batch, jax.Array]) -> Gradient:
-        (loss, sums), grads = value_and_grad(params, *micro, normalizer)
-        return Gradient(loss, sums, grads)
-
-    micros = split_microbatches((dict(batch), keys_B), num_microbatches)
-    total, _ = _accumulate(lambda micro: (one(micro), None), micros, lambda a, b: jax.tree.map(jnp.add, a, b))
-    return total
+        total = one((batch, keys_B))
+    else:
+        micros = split_microbatches((dict(batch), keys_B), num_microbatches)
+        total = _accumulate(one, micros)
+    scalars, grads = total
+    leaves, tree = jax.tree.flatten(grads)
+    done = [()] * len(leaves) if summed is None else tree.flatten_up_to(summed)
+    left = [tuple(a for a in data_axes if a not in axes) for axes in done]
+    for axes in sorted(set(left)):
+        mine = [i for i, a in enumerate(left) if a == axes]
+        received = collectives.sum_over([leaves[i] for i in mine], axes, transport)
+        for i, leaf in zip(mine, received, strict=True):
+            leaves[i] = leaf
+    loss, sums = collectives.sum_over(scalars, data_axes)
+    return Gradient(loss, sums, tree.unflatten(leaves))
 
 
 def with_statistics(
@@ -73,58 +95,44 @@ def with_statistics(
     batch: Batch,
     keys_B: jax.Array,
     normalizer: jax.Array,
-    num_microbatches: int = 1,
     *,
     group_size: int = 1,
     skip: bool = False,
+    data_axes: Sequence[str] = (),
 ) -> Gradient:
     """By the per-example engine.
 
     Loss, sums and statistics are those of the examples that took part: with non_finite="skip", without those that were
     left out. W stays the whole batch's, so what is left counts as if the missing examples were like the others. Without
-    any example the loss is NaN.
+    any example the loss is NaN. The norms are those of this device's examples.
 
     Args:
-      compute: `per_example.grad_statistics(loss_fn, ..., has_aux=True, batch_argnums=(1, 2))` with this `group_size`, and
-        with non_finite="skip" if `skip`.
-      params, batch, keys_B, normalizer: the loss's arguments for the whole batch.
-      num_microbatches: see `split_microbatches`; groups stay whole.
+      compute: `per_example.grad_statistics(loss_fn, ..., has_aux=True, batch_argnums=(1, 2))` with this `group_size`, these
+        `data_axes`, and with non_finite="skip" if `skip`.
+      params, batch, keys_B: the loss's arguments for this device's rows.
+      normalizer: W of the global batch.
     """
-    batch_size = keys_B.shape[0]
-
-    def one(micro: tuple[Batch, jax.Array]) -> tuple[Any, jax.Array | None]:
-        # The engine's gradients are those of the examples' losses, so ℓ_i / (W/B) makes them (B/W) ∇ℓ_i.
-        statistics, found = compute(params, *micro, normalizer / batch_size)
-        kept_N = jnp.ones(found.values.shape, bool)
-        if skip:
-            finite_Mxb = jnp.isfinite(found.values).reshape(-1, group_size) & jnp.isfinite(found.norms)[:, None]
-            kept_N = jnp.repeat(jnp.all(finite_Mxb, axis=1), group_size)
-        sums = {"total": found.values, "loss_sums": found.aux}
-        sums = jax.tree.map(lambda x: jnp.sum(jnp.where(kept_N, x, 0), axis=0), sums)
-        return (statistics, {**sums, "non_finite": found.non_finite}), found.norms
-
-    def add(a: Any, b: Any) -> Any:
-        return GradStatistics.merge(a[0], b[0]), jax.tree.map(jnp.add, a[1], b[1])
-
-    if num_microbatches == 1:
-        (statistics, sums), norms = one((batch, keys_B))
-    else:
-        micros = split_microbatches((dict(batch), keys_B), num_microbatches, group_size)
-        (statistics, sums), norms = _accumulate(one, micros, add)
-        norms = None if norms is None else norms.reshape(-1)
-    counted = {**sums["loss_sums"], "non_finite_examples": sums["non_finite"].astype(jnp.float32)}
+    batch_size = keys_B.shape[0] * manual.num_devices(data_axes)
+    # The engine's gradients are those of the examples' losses, so ℓ_i / (W/B) makes them (B/W) ∇ℓ_i.
+    statistics, found = compute(params, batch, keys_B, normalizer / batch_size)
+    kept_N = jnp.ones(found.values.shape, bool)
+    if skip:
+        finite_Mxb = jnp.isfinite(found.values).reshape(-1, group_size) & jnp.isfinite(found.norms)[:, None]
+        kept_N = jnp.repeat(jnp.all(finite_Mxb, axis=1), group_size)
+    sums = {"total": found.values, "loss_sums": found.aux}
+    sums = jax.tree.map(lambda x: jnp.sum(jnp.where(kept_N, x, 0), axis=0), sums)
+    sums = collectives.sum_over(sums, data_axes)
+    counted = {**sums["loss_sums"], "non_finite_examples": found.non_finite.astype(jnp.float32)}
     loss = sums["total"] / jnp.asarray(statistics.count, jnp.float32)
-    return Gradient(loss, counted, statistics.mean, statistics, norms)
+    return Gradient(loss, counted, statistics.mean, statistics, found.norms)
 
 
-def _accumulate(one: Callable[[Any], tuple[Any, Any]], micros: Any, add: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
-    """Scans `one(microbatch) -> (summand, output)`; returns the total, from zeros on, and the outputs stacked."""
+def _accumulate(one: Callable[[Any], Any], micros: Any) -> Any:
+    """Σ one(microbatch)."""
 
-    def body(total: Any, micro: Any) -> tuple[Any, Any]:
-        summand, output = one(micro)
-        return add(total, summand), output
+    def add(total: Any, micro: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, one(micro)), None
 
-    first = jax.tree.map(lambda x: x[0], micros)
-    shapes, _ = jax.eval_shape(one, first)
+    shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], micros))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return jax.lax.scan(body, zeros, micros)
+    return jax.lax.scan(add, zeros, micros)[0]

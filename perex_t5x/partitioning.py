@@ -11,12 +11,14 @@ the first rule that still fits wins:
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import linen as nn
@@ -99,35 +101,116 @@ def logical_to_mesh_axes(names: Sequence[str | None], rules: LogicalAxisRules) -
     return PartitionSpec(*spec)
 
 
-class _ConstraintContext(threading.local):
+class _Regions(threading.local):
     """Per thread: programs are traced in the background while others are traced in the foreground."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[Mesh, LogicalAxisRules]] = []
+        self.stack: list[tuple[PjitPartitioner, bool]] = []  # (partitioner, whether the data axes are manual)
 
 
-_constraint_context = _ConstraintContext()
+_regions = _Regions()
 
 
 @contextlib.contextmanager
-def constraints(mesh: Mesh, rules: LogicalAxisRules) -> Iterator[None]:
-    """Within this context (while tracing) `constrain` applies `rules` on `mesh`."""
-    _constraint_context.stack.append((mesh, rules))
+def _region(partitioner: PjitPartitioner, manual: bool) -> Iterator[None]:
+    _regions.stack.append((partitioner, manual))
     try:
         yield
     finally:
-        _constraint_context.stack.pop()
+        _regions.stack.pop()
 
 
 def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """Constrains an activation's sharding by logical names; the identity outside `constraints`."""
-    if not _constraint_context.stack:
+    """Constrains an activation's sharding by logical names; the identity outside a partitioner's contexts."""
+    if not _regions.stack:
         return x
-    mesh, rules = _constraint_context.stack[-1]
-    if mesh.size == 1:
+    partitioner, manual = _regions.stack[-1]
+    if partitioner.mesh.size == 1:
         return x
-    spec = logical_to_mesh_axes(names, rules)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    spec = logical_to_mesh_axes(names, partitioner.automatic_rules if manual else partitioner.logical_axis_rules)
+    if manual and partitioner.batch_axes:  # the mesh is that of the shard_map around
+        return jax.lax.with_sharding_constraint(x, spec)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(partitioner.mesh, spec))
+
+
+def holds_parts() -> bool:
+    """Whether parameters may have to be gathered here: see `gather`."""
+    return bool(_regions.stack) and _regions.stack[-1][1] and _regions.stack[-1][0].shards_parameters_over_data
+
+
+def gather(
+    part: jax.Array,
+    names: Sequence[str | None],
+    shape: Sequence[int],
+    dtype: Any,
+    sent_as: Any = None,
+) -> jax.Array:
+    """A parameter whole, in `dtype`, from the part of it that this device has; outside `PjitPartitioner.manual`, a cast.
+
+    An all-gather. Its gradient is a reduce-scatter in the parameter's own dtype, which each device receives its part of.
+
+    Args:
+      part: along the axes that are sharded over data axes.
+      names, shape: logical axes and whole shape of the parameter.
+      dtype: of the result.
+      sent_as: dtype to send it in, if it is not `dtype`.
+    """
+    if not holds_parts():
+        return part.astype(dtype)
+    partitioner = _regions.stack[-1][0]
+    spec, _ = partitioner.parameter_spec(names, shape)
+    return gather_by_spec(part, only_axes(spec, partitioner.batch_axes), dtype, sent_as)
+
+
+def gather_by_spec(part: jax.Array, spec: PartitionSpec, dtype: Any, sent_as: Any = None) -> jax.Array:
+    """`gather` for a parameter of which devices have the parts that `spec` says, of manual axes alone."""
+    sharded = tuple((i, axes) for i, axes in enumerate(spec) if axes)
+    if not sharded:
+        return part.astype(dtype)
+    return _gathered(part, sharded, jnp.dtype(dtype), jnp.dtype(sent_as or dtype), part.dtype)
+
+
+def only_axes(spec: PartitionSpec, wanted: Sequence[str]) -> PartitionSpec:
+    """A sharding with those mesh axes alone.
+
+    >>> tuple(only_axes(PartitionSpec(None, "data", "model"), ("replica", "data")))
+    (None, 'data', None)
+    """
+
+    def only(axes: MeshAxes) -> MeshAxes:
+        found = tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if a in wanted)
+        return found[0] if len(found) == 1 else found or None
+
+    return PartitionSpec(*map(only, spec))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gathered(part: jax.Array, sharded: tuple, dtype: Any, sent_as: Any, own_dtype: Any) -> jax.Array:
+    x = part.astype(sent_as)
+    for i, axes in sharded:
+        x = jax.lax.all_gather(x, axes, axis=i, tiled=True)
+    return x.astype(dtype)
+
+
+def _gathered_forward(part: jax.Array, sharded: tuple, dtype: Any, sent_as: Any, own_dtype: Any) -> tuple:
+    return _gathered(part, sharded, dtype, sent_as, own_dtype), None
+
+
+def _gathered_backward(
+    sharded: tuple, dtype: Any, sent_as: Any, own_dtype: Any, _: None, whole: jax.Array
+) -> tuple[jax.Array]:
+    x = whole.astype(own_dtype)
+    for i, axes in reversed(sharded):
+        x = jax.lax.psum_scatter(x, axes, scatter_dimension=i, tiled=True)
+    return (x,)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy for `jax.checkpoint`: parameters are gathered again in the backward pass, the rest is kept."""
+    return primitive.name != "all_gather"
 
 
 def _mesh_shape(
@@ -203,6 +286,11 @@ class PjitPartitioner:
         return self.mesh.shape["replica"] * self.mesh.shape["data"]
 
     @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The data axes that divide the batch: those with more than one device."""
+        return tuple(a for a in DATA_AXES if self.mesh.shape[a] > 1)
+
+    @property
     def model_parallel_size(self) -> int:
         return self.mesh.shape["model"]
 
@@ -215,9 +303,30 @@ class PjitPartitioner:
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
+    @property
+    def automatic_rules(self) -> LogicalAxisRules:
+        """The rules where the data axes are manual: without them."""
+        return tuple(
+            (name, tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if a not in DATA_AXES) or None)
+            for name, axes in self.logical_axis_rules
+        )
+
+    @property
+    def shards_parameters_over_data(self) -> bool:
+        """Whether some rule shards parameters over the data axes (FSDP)."""
+        return any(
+            set(self.batch_axes).intersection((axes,) if isinstance(axes, str) else axes or ())
+            for name, axes in self.logical_axis_rules
+            if name != "batch"
+        )
+
     def constraints(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the models' activation constraints hold; enter it while tracing."""
-        return constraints(self.mesh, self.logical_axis_rules)
+        return _region(self, manual=False)
+
+    def manual(self) -> contextlib.AbstractContextManager[None]:
+        """The same inside a `shard_map` over the data axes: each device has its own rows, and gathers parameters."""
+        return _region(self, manual=True)
 
     def params_shardings(self, boxed_params: Any) -> Any:
         """Sharding of every parameter from its logical axis names (`nn.with_logical_partitioning`)."""
@@ -227,25 +336,30 @@ class PjitPartitioner:
             shape = getattr(leaf, "value", leaf).shape
             if not names:
                 return self.replicated
-            spec = logical_to_mesh_axes(names, self.logical_axis_rules)
-            return NamedSharding(self.mesh, self._divisible(path, shape, spec))
+            spec, dropped = self.parameter_spec(names, shape)
+            for i, axes, size in dropped:
+                logging.warning(
+                    "parameter %s: dimension %d of %s is not divisible by mesh axis %s (%d); replicated there.",
+                    path_name(path), i, tuple(shape), axes, size,
+                )  # fmt: skip
+            return NamedSharding(self.mesh, spec)
 
         return jax.tree_util.tree_map_with_path(
             sharding, boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
         )
 
-    def _divisible(self, path: Any, shape: Sequence[int], spec: PartitionSpec) -> PartitionSpec:
-        """Drops a mesh axis from dimensions it does not divide, and says so in the log."""
-        kept = list(spec)
+    def parameter_spec(
+        self, names: Sequence[str | None], shape: Sequence[int]
+    ) -> tuple[PartitionSpec, list[tuple[int, MeshAxes, int]]]:
+        """Where a parameter lies; and the (dimension, axes, their size) that do not divide it, and are left out."""
+        spec = list(logical_to_mesh_axes(names, self.logical_axis_rules))
+        dropped = []
         for i, axes in enumerate(spec):
             size = math.prod(self.mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))
             if shape[i] % size:
-                logging.warning(
-                    "parameter %s: dimension %d of %s is not divisible by mesh axis %s (%d); replicated there.",
-                    path_name(path), i, tuple(shape), axes, size,
-                )  # fmt: skip
-                kept[i] = None
-        return PartitionSpec(*kept)
+                dropped.append((i, axes, size))
+                spec[i] = None
+        return PartitionSpec(*spec), dropped
 
     def shardings_like_params(self, tree: Any, params_shardings: Any, params_shapes: Any) -> Any:
         """Sharding of any pytree (an optimizer state, say) by matching its leaves to parameters.

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
 from flax import struct
 from flax.serialization import from_state_dict, to_state_dict
+from jax.sharding import PartitionSpec
 
 from perex_t5x import gradients, optimizers, per_example, trainer_checks
+from perex_t5x.gradients import Gradient
 from perex_t5x.monitoring import Monitor
 from perex_t5x.optimizers.learning_rate import drive_learning_rate, rate_of_built
-from perex_t5x.partitioning import PjitPartitioner, constraints, path_name
+from perex_t5x.partitioning import PjitPartitioner, path_name
+from perex_t5x.per_example import GradStatistics
+from perex_t5x.places import Places
 from perex_t5x.schedules import Schedule, as_schedule
 
 Batch = Mapping[str, jax.Array]
@@ -84,15 +91,17 @@ class Trainer:
       model: see `perex_t5x.models`; gives `loss_fn`, `loss_normalizer`, `optimizer_def`.
       partitioner: the mesh and its rules.
       learning_rate_fn: a schedule (ours or optax's) or a number; drives the model's optimizer.
-      num_microbatches: splits the global batch in time; gradients add up, so it changes no number. None: one.
+      num_microbatches: splits the global batch in time; gradients add up, so it changes no number. None: one. Every device
+        sums over its own examples first: whatever the number, one collective a step.
       weight_metrics_computer: extra metrics from (params, grads, updates); None: none.
-      microbatch_size: examples that the per-example engine takes at a time; None: all. 'auto': the engine's choice for the
-        platform where one device has the whole batch, else all. Changes no number beyond rounding.
-      group_size: so many consecutive examples count as one in the statistics.
+      microbatch_size: examples that the per-example engine takes at a time on each device; None: as many as
+        `num_microbatches` leaves. 'auto': the engine's choice for the platform. Changes no number beyond rounding.
+      group_size: so many consecutive examples, on one device, count as one in the statistics.
       clip_norm: every example's gradient (B/W) ∇ℓ_i is scaled to at most this norm. None: no clipping.
       non_finite: 'keep'; or 'skip': examples whose loss or gradient is not finite are left out and counted.
       statistics: `per_example.Statistic` objects for optimizers that need others than the built-in ones.
       monitor: measures the examples' gradients every so many steps; None: never.
+      transport_dtype: 'bfloat16' halves what the sums over devices send; they are still added in float32. None: float32.
     """
 
     def __init__(
@@ -109,6 +118,7 @@ class Trainer:
         non_finite: str = "keep",
         statistics: Sequence[per_example.Statistic] = (),
         monitor: Monitor | None = None,
+        transport_dtype: str | None = None,
     ):
         self.model = model
         self.partitioner = partitioner
@@ -119,6 +129,7 @@ class Trainer:
         self.clip_norm, self.non_finite = clip_norm, non_finite
         self.statistics = trainer_checks.as_statistics(statistics)
         self.monitor = monitor
+        self.transport_dtype = transport_dtype
         trainer_checks.check_arguments(self)
         self.optimizer = drive_learning_rate(model.optimizer_def)
 
@@ -145,8 +156,7 @@ class Trainer:
         """Loss, metric sums, gradient, and the statistics that the optimizer needs; a microbatch at a time."""
         needs = self.needs(state.params)
         if needs == ("mean",) and self.clip_norm is None and self.non_finite == "keep":
-            arguments = self._loss_arguments(state, batch)
-            return gradients.plain(self.model.loss_fn, *arguments, self.num_microbatches)
+            return self._plain(state, batch)
         return self._statistics(state, batch, needs, clip_norm=self.clip_norm)
 
     def monitor_step(self, state: TrainState, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
@@ -169,31 +179,116 @@ class Trainer:
         keys_B = example_keys(state.rng, state.step, batch_size)
         return state.params, batch, keys_B, self.model.loss_normalizer(batch)
 
-    def _statistics(self, state: TrainState, batch: Batch, names: Sequence[str], **options: Any) -> gradients.Gradient:
-        one_device = self.partitioner.data_parallel_size == 1
+    def _plain(self, state: TrainState, batch: Batch) -> gradients.Gradient:
+        places = self._places(batch)
+        on_device = functools.partial(
+            gradients.plain,
+            self._loss_on_device(places),
+            num_microbatches=self.num_microbatches,
+            data_axes=self.partitioner.batch_axes,
+            summed=places.summed(),
+            transport=self.transport_dtype,
+        )
+        everywhere = PartitionSpec()
+        return self._on_devices(on_device, state, batch, places, Gradient(everywhere, everywhere, places.on_data()))
+
+    def _statistics(
+        self, state: TrainState, batch: Batch, names: Sequence[str], parameters: str | None = None, **options: Any
+    ) -> gradients.Gradient:
+        places = self._places(batch)
+        batch_size = next(iter(batch.values())).shape[0]
         compute = per_example.grad_statistics(
-            self._loss_of_one_example,
+            self._loss_on_device(places),
             [self.statistics.get(name, name) for name in names],
             has_aux=True,
             batch_argnums=(1, 2),
-            microbatch_size=None if self.microbatch_size == "auto" and not one_device else self.microbatch_size,
+            microbatch_size=self._examples_at_a_time(batch_size // self.partitioner.data_parallel_size),
             group_size=self.group_size,
             non_finite=self.non_finite,
+            parameters=parameters,
+            data_axes=self.partitioner.batch_axes,
+            transport_dtype=self.transport_dtype,
             **options,
         )
-        return gradients.with_statistics(
+        on_device = functools.partial(
+            gradients.with_statistics,
             compute,
-            *self._loss_arguments(state, batch),
-            self.num_microbatches,
             group_size=self.group_size,
             skip=self.non_finite == "skip",
+            data_axes=self.partitioner.batch_axes,
         )
+        everywhere, selected = PartitionSpec(), places.on_data(parameters)
+        has_norms = bool(options.get("norms")) or options.get("clip_norm") is not None or self.non_finite == "skip"
+        found = self._on_devices(
+            on_device,
+            state,
+            batch,
+            places,
+            Gradient(
+                everywhere,
+                everywhere,
+                selected,
+                GradStatistics(
+                    {name: selected for name in names},
+                    *(everywhere,) * 4,
+                    group_size=self.group_size,
+                    group_noise=everywhere,
+                ),
+                PartitionSpec(self.partitioner.batch_axes) if has_norms else None,
+            ),
+        )
+        if self.non_finite == "skip":
+            return found
+        counts = {"count": np.int32(batch_size), "num_groups": np.int32(batch_size // self.group_size)}
+        return dataclasses.replace(found, statistics=dataclasses.replace(found.statistics, **counts))
 
-    def _loss_of_one_example(self, *arguments: Any) -> Any:
-        """The model's loss where the batch axis has one example, which no mesh axis divides."""
-        rules = [(name, None if name == "batch" else axes) for name, axes in self.partitioner.logical_axis_rules]
-        with constraints(self.partitioner.mesh, rules):
-            return self.model.loss_fn(*arguments)
+    def _on_devices(
+        self, function: Callable[..., Gradient], state: TrainState, batch: Batch, places: Places, out_specs: Any
+    ) -> Gradient:
+        """function(params, batch, keys, W) on every device's rows: the data axes are manual, the model axis automatic."""
+        if self.partitioner.batch_axes:
+            rows = PartitionSpec(self.partitioner.batch_axes)
+            function = jax.shard_map(
+                function,
+                mesh=self.partitioner.mesh,
+                in_specs=(places.on_data(), rows, rows, PartitionSpec()),
+                out_specs=out_specs,
+                axis_names=set(self.partitioner.batch_axes),
+                check_vma=False,
+            )
+        found = function(*self._loss_arguments(state, batch))
+        if found.statistics is None:
+            return dataclasses.replace(found, mean=places.constrain(found.mean))
+        averages = {name: places.constrain(tree) for name, tree in found.statistics.averages.items()}
+        statistics = dataclasses.replace(found.statistics, averages=averages)
+        return dataclasses.replace(found, mean=statistics.mean, statistics=statistics)  # one and the same mean
+
+    def _loss_on_device(self, places: Places) -> gradients.LossFn:
+        """The model's loss where the data axes are manual."""
+        gathers = getattr(self.model, "gathers_parameters", False)
+
+        def loss_fn(params: Any, *arguments: Any) -> Any:
+            with self.partitioner.manual():
+                return self.model.loss_fn(params if gathers else places.gather(params), *arguments)
+
+        return loss_fn
+
+    def _places(self, batch: Batch) -> Places:
+        """Where the parameters lie."""
+        shapes = {name: tuple(x.shape) for name, x in batch.items()}
+        if self._params_places is None:
+            key = jax.eval_shape(lambda: jax.random.key(0))
+            boxed = jax.eval_shape(lambda k: self.model.get_initial_variables(k, shapes)["params"], key)
+            self._params_places = Places(self.partitioner.params_shardings(boxed), self.partitioner.batch_axes)
+        return self._params_places
+
+    _params_places: Places | None = None
+
+    def _examples_at_a_time(self, on_device: int) -> int | str | None:
+        """The engine's `microbatch_size` for so many examples on a device."""
+        if self.num_microbatches > 1 and not isinstance(self.microbatch_size, int):
+            return on_device // self.num_microbatches
+        return self.microbatch_size
 
     def eval_step(self, params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Teacher-forced loss and metric sums, without dropout."""
@@ -220,6 +315,7 @@ class Trainer:
         shapes = jax.eval_shape(lambda k: self.init_state(k, input_shapes), key)
         trainer_checks.check_statistics(self, shapes, next(iter(input_shapes.values()))[0])
         params_shardings = self.partitioner.params_shardings(boxed)
+        self._params_places = Places(params_shardings, self.partitioner.batch_axes)
         replicated = self.partitioner.replicated
         shardings = TrainState(
             step=replicated,

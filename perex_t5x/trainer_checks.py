@@ -73,15 +73,17 @@ def check_batch_size(trainer: Trainer, batch_size: int, binding: str) -> None:
             f"{shards} data shards of the mesh. Nearest that is: {nearest}."
         )
     size, group = trainer.microbatch_size, trainer.group_size
-    if micro % group:
+    mine = micro // shards
+    where = f"the {mine} examples{per}" + (f" on each of {shards} data shards" if shards > 1 else "")
+    if mine % group:
         raise ConfigError(
-            f"Trainer.group_size = {group} does not divide the {micro} examples{per} of {binding} = {batch_size}. "
-            f"Nearest that does: {_nearest_divisor(micro, group)}."
+            f"Trainer.group_size = {group} does not divide {where} of {binding} = {batch_size}. "
+            f"Nearest that does: {_nearest_divisor(mine, group)}."
         )
-    if isinstance(size, int) and micro % size:
+    if isinstance(size, int) and mine % size:
         raise ConfigError(
-            f"Trainer.microbatch_size = {size} does not divide the {micro} examples{per} of {binding} = {batch_size}. "
-            f"Nearest that does: {_nearest_divisor(micro, size)}; 'auto' chooses by itself."
+            f"Trainer.microbatch_size = {size} does not divide {where} of {binding} = {batch_size}. "
+            f"Nearest that does: {_nearest_divisor(mine, size)}; 'auto' chooses by itself."
         )
     if isinstance(size, int) and size % group:
         raise ConfigError(

@@ -130,12 +130,6 @@ def test_dropout_keys_belong_to_examples():
     assert (jax.random.key_data(example_keys(rng, 4, 8)) != many).any()
 
 
-def test_split_microbatches_keeps_rows_on_their_device():
-    rows = np.arange(8)
-    split = split_microbatches({"x": rows}, 2)["x"]
-    np.testing.assert_array_equal(split, [[0, 2, 4, 6], [1, 3, 5, 7]])
-
-
 @pytest.mark.parametrize(
     "batch_size,microbatches,data,message",
     [

@@ -77,6 +77,14 @@ class BaseTransformerModel(abc.ABC):
         """FLOPs of the model in one forward and backward pass over a batch: products only, nothing recomputed."""
 
     @property
+    def gathers_parameters(self) -> bool:
+        """Whether the network gathers its parameters where it uses them (`perex_t5x.models.parameters`).
+
+        If not, a trainer that shards parameters over data gathers all of them before the network runs.
+        """
+        return getattr(self.module, "gathers_parameters", False)
+
+    @property
     def config(self) -> T5Config:
         return self.module.config
 

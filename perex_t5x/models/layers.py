@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,8 @@ from flax import linen as nn
 
 from perex_t5x.models import dropout
 from perex_t5x.models.config import ACTIVATIONS, T5Config
+from perex_t5x.models.parameters import Initializer, parameter
 from perex_t5x.partitioning import constrain
-
-Initializer = Callable[..., jax.Array]
 
 fan_in_init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
@@ -26,16 +24,11 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         wide = self.config.wide_dtype
-        scale_D = self.param(
-            "scale",
-            nn.with_logical_partitioning(nn.initializers.ones_init(), ("embed",)),
-            (x_BxTxD.shape[-1],),
-            jnp.float32,
-        )
+        scale_D = parameter(self, "scale", nn.initializers.ones_init(), ("embed",), (x_BxTxD.shape[-1],), wide)
         x_BxTxD = x_BxTxD.astype(wide)
         mean_square_BxTx1 = jnp.mean(jnp.square(x_BxTxD), axis=-1, keepdims=True)
         y_BxTxD = x_BxTxD * jax.lax.rsqrt(mean_square_BxTx1 + 1e-6)
-        scale_1x1xD = scale_D.astype(wide).reshape((1,) * (x_BxTxD.ndim - 1) + (-1,))
+        scale_1x1xD = scale_D.reshape((1,) * (x_BxTxD.ndim - 1) + (-1,))
         return (y_BxTxD * scale_1x1xD).astype(self.config.compute_dtype)
 
 
@@ -49,13 +42,9 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
-        kernel_DxF = self.param(
-            "kernel",
-            nn.with_logical_partitioning(self.kernel_init, self.axes),
-            (x_BxTxD.shape[-1], self.features),
-            jnp.float32,
-        )
-        return project(x_BxTxD.astype(self.dtype), kernel_DxF.astype(self.dtype))
+        shape = (x_BxTxD.shape[-1], self.features)
+        kernel_DxF = parameter(self, "kernel", self.kernel_init, self.axes, shape, self.dtype)
+        return project(x_BxTxD.astype(self.dtype), kernel_DxF)
 
 
 def project(x_BxTxD: jax.Array, kernel_DxF: jax.Array) -> jax.Array:
@@ -76,11 +65,16 @@ class Embed(nn.Module):
     config: T5Config
 
     def setup(self) -> None:
-        self.embedding = self.param(
+        cfg = self.config
+        # Rows are looked up, and their gradients added, in at least float32; sent in what the rows become.
+        self.embedding = parameter(
+            self,
             "embedding",
-            nn.with_logical_partitioning(nn.initializers.normal(1.0), ("vocab", "embed")),
-            (self.config.vocab_size, self.config.emb_dim),
-            jnp.float32,
+            nn.initializers.normal(1.0),
+            ("vocab", "embed"),
+            (cfg.vocab_size, cfg.emb_dim),
+            cfg.wide_dtype,
+            sent_as=cfg.wide_dtype if cfg.logits_via_embedding else cfg.compute_dtype,
         )
 
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
@@ -91,7 +85,7 @@ class Embed(nn.Module):
         """Logits x Eᵀ / sqrt(D): the rows of E have unit variance, the scaling gives the logits the same."""
         wide = self.config.wide_dtype
         x_BxTxD = x_BxTxD.astype(wide) / math.sqrt(self.config.emb_dim)
-        return project(x_BxTxD, self.embedding.astype(wide).T)
+        return project(x_BxTxD, self.embedding.T)
 
 
 class MlpBlock(nn.Module):

@@ -30,6 +30,7 @@ class DecoderWrapper(nn.Module):
     """
 
     config: T5Config
+    gathers_parameters = True
 
     def setup(self) -> None:
         if self.config.head_dim % 2:
@@ -72,6 +73,7 @@ class Transformer(nn.Module):
     """
 
     config: T5Config
+    gathers_parameters = True
 
     def setup(self) -> None:
         if self.config.num_encoder_layers < 1:

@@ -8,6 +8,7 @@ import numpy as np
 from flax import linen as nn
 
 from perex_t5x.models.config import T5Config
+from perex_t5x.models.parameters import parameter
 
 Rotary = tuple[jax.Array, jax.Array]
 
@@ -69,13 +70,14 @@ class RelativePositionBias(nn.Module):
     @nn.compact
     def __call__(self, query_positions_BxT: jax.Array, num_keys: int, max_queries: int) -> jax.Array:
         """Returns [B, heads, T, num_keys] for queries at the given positions (below `max_queries`)."""
-        rel_embedding_NxR = self.param(
+        wide = self.config.wide_dtype
+        rel_embedding_NxR = parameter(
+            self,
             "rel_embedding",
-            nn.with_logical_partitioning(
-                nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"), ("heads", "relpos_buckets")
-            ),
+            nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
+            ("heads", "relpos_buckets"),
             (self.config.num_heads, self.num_buckets),
-            jnp.float32,
+            wide,
         )
         # Every possible difference once, in numpy: exact borders, and positions may still be traced (decoding).
         table = relative_buckets(
@@ -88,6 +90,5 @@ class RelativePositionBias(nn.Module):
         relative_BxTxS = keys_1x1xS - query_positions_BxT[:, :, None]
         buckets_BxTxS = jnp.asarray(table, jnp.int32)[relative_BxTxS + (max_queries - 1)]
         # A product with one-hot vectors: its gradient is a product too, where a gather's would be a scatter.
-        wide = self.config.wide_dtype
         one_hot_BxTxSxR = jax.nn.one_hot(buckets_BxTxS, self.num_buckets, dtype=wide)
-        return jnp.einsum("NR,BTSR->BNTS", rel_embedding_NxR.astype(wide), one_hot_BxTxSxR)
+        return jnp.einsum("NR,BTSR->BNTS", rel_embedding_NxR, one_hot_BxTxSxR)
