@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -22,12 +24,16 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import linen as nn
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from perex_t5x.errors import ConfigError
+from perex_t5x.per_example import collectives
 
 MESH_AXES = ("replica", "data", "model")
 DATA_AXES = ("replica", "data")
+
+_NONE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 MeshAxes = str | tuple[str, ...] | None
 LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
@@ -159,15 +165,21 @@ def gather(
         return part.astype(dtype)
     partitioner = _regions.stack[-1][0]
     spec, _ = partitioner.parameter_spec(names, shape)
-    return gather_by_spec(part, only_axes(spec, partitioner.batch_axes), dtype, sent_as)
+    spec = only_axes(spec, partitioner.batch_axes)
+    return gather_by_spec(part, spec, dtype, sent_as, partitioner.scatter_stages)
 
 
-def gather_by_spec(part: jax.Array, spec: PartitionSpec, dtype: Any, sent_as: Any = None) -> jax.Array:
-    """`gather` for a parameter of which devices have the parts that `spec` says, of manual axes alone."""
+def gather_by_spec(
+    part: jax.Array, spec: PartitionSpec, dtype: Any, sent_as: Any = None, stages: Mapping[str, tuple[int, ...]] = _NONE
+) -> jax.Array:
+    """`gather` for a parameter of which devices have the parts that `spec` says, of manual axes alone.
+
+    `stages` are `PjitPartitioner.scatter_stages`.
+    """
     sharded = tuple((i, axes) for i, axes in enumerate(spec) if axes)
     if not sharded:
         return part.astype(dtype)
-    return _gathered(part, sharded, jnp.dtype(dtype), jnp.dtype(sent_as or dtype), part.dtype)
+    return _gathered(part, sharded, tuple(stages.items()), jnp.dtype(dtype), jnp.dtype(sent_as or dtype), part.dtype)
 
 
 def only_axes(spec: PartitionSpec, wanted: Sequence[str]) -> PartitionSpec:
@@ -184,24 +196,25 @@ def only_axes(spec: PartitionSpec, wanted: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*map(only, spec))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gathered(part: jax.Array, sharded: tuple, dtype: Any, sent_as: Any, own_dtype: Any) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
+def _gathered(part: jax.Array, sharded: tuple, stages: tuple, dtype: Any, sent_as: Any, own_dtype: Any) -> jax.Array:
     x = part.astype(sent_as)
     for i, axes in sharded:
         x = jax.lax.all_gather(x, axes, axis=i, tiled=True)
     return x.astype(dtype)
 
 
-def _gathered_forward(part: jax.Array, sharded: tuple, dtype: Any, sent_as: Any, own_dtype: Any) -> tuple:
-    return _gathered(part, sharded, dtype, sent_as, own_dtype), None
+def _gathered_forward(part: jax.Array, *how: Any) -> tuple[jax.Array, None]:
+    return _gathered(part, *how), None
 
 
 def _gathered_backward(
-    sharded: tuple, dtype: Any, sent_as: Any, own_dtype: Any, _: None, whole: jax.Array
+    sharded: tuple, stages: tuple, dtype: Any, sent_as: Any, own_dtype: Any, _: None, whole: jax.Array
 ) -> tuple[jax.Array]:
     x = whole.astype(own_dtype)
     for i, axes in reversed(sharded):
-        x = jax.lax.psum_scatter(x, axes, scatter_dimension=i, tiled=True)
+        one = isinstance(axes, str)
+        x = collectives.scatter_over(x, (axes,) if one else axes, i, stages=dict(stages).get(axes, ()) if one else ())
     return (x,)
 
 
@@ -289,6 +302,21 @@ class PjitPartitioner:
     def batch_axes(self) -> tuple[str, ...]:
         """The data axes that divide the batch: those with more than one device."""
         return tuple(a for a in DATA_AXES if self.mesh.shape[a] > 1)
+
+    @functools.cached_property
+    def scatter_stages(self) -> Mapping[str, tuple[int, ...]]:
+        """Of data axes that lie along several dimensions of a TPU torus, their sizes along each.
+
+        Over such an axis the TPU compiler turns a reduce-scatter into an all-reduce; over one dimension after the other it
+        does not.
+        """
+        grid, found = self.mesh.devices, {}
+        for axis in self.batch_axes:
+            along = np.moveaxis(grid, MESH_AXES.index(axis), 0).reshape(grid.shape[MESH_AXES.index(axis)], -1)[:, 0]
+            sizes = torus_sizes([getattr(device, "coords", None) for device in along])
+            if len(sizes) > 1:
+                found[axis] = sizes
+        return found
 
     @property
     def model_parallel_size(self) -> int:
@@ -415,6 +443,25 @@ class PjitPartitioner:
         )
 
 
+def torus_sizes(coordinates: Sequence[Sequence[int] | None]) -> tuple[int, ...]:
+    """How many places devices take along each dimension of a torus, slowest first; () if they do not fill it in order.
+
+    >>> torus_sizes([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]), torus_sizes([(0, 1), (0, 2)])
+    ((2, 3), (2,))
+    >>> torus_sizes([(0, 0), (0, 1), (1, 1), (1, 0)]), torus_sizes([None, None])
+    ((), ())
+    """
+    if None in coordinates:
+        return ()
+    places = [sorted(set(values)) for values in zip(*coordinates, strict=True)]
+    used = [k for k, values in enumerate(places) if len(values) > 1]
+    for order in itertools.permutations(used):
+        expected = itertools.product(*(places[k] for k in order))
+        if [tuple(c[k] for k in order) for c in coordinates] == list(expected):
+            return tuple(len(places[k]) for k in order)
+    return ()
+
+
 def path_name(path: Sequence[Any]) -> str:
     """Joins a jax key path with slashes: (DictKey('a'), GetAttrKey('mu')) -> 'a/mu'."""
     parts = []
@@ -453,13 +500,15 @@ def _make_mesh(
     else:
         ici = (1, *_mesh_shape(within, num_partitions, model_parallel_submesh))
     if num_slices > 1:
-        from jax.experimental import mesh_utils
-
-        grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices=devices)
+        grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices=devices, allow_split_physical_axes=True)
         return Mesh(np.asarray(grid), MESH_AXES)
     shape = tuple(i * d for i, d in zip(ici, dcn, strict=True))
-    auto = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-    return jax.make_mesh(shape, MESH_AXES, axis_types=auto, devices=devices)
+    if shape[2] == 1 and all(hasattr(d, "coords") for d in devices):
+        # In the order of the torus: each of `replica` and `data` takes whole lines, planes or blocks of it.
+        grid = np.array(sorted(devices, key=lambda d: (*d.coords, d.id))).reshape(shape)
+    else:
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(grid, MESH_AXES)
 
 
 def _three(name: str, shape: Sequence[int]) -> tuple[int, int, int]:

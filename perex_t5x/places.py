@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from perex_t5x.partitioning import gather_by_spec, only_axes, path_name
+from perex_t5x.partitioning import PjitPartitioner, gather_by_spec, only_axes, path_name
 from perex_t5x.per_example.arguments import parameter_filter
 
 
@@ -18,10 +20,16 @@ class Places:
     Attributes:
       shardings: a tree like the parameters, of `NamedSharding`.
       batch_axes: the mesh axes that divide the batch.
+      scatter_stages: of the partitioner.
     """
 
     shardings: Any
     batch_axes: tuple[str, ...]
+    scatter_stages: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, partitioner: PjitPartitioner, shardings: Any) -> Places:
+        return cls(shardings, partitioner.batch_axes, partitioner.scatter_stages)
 
     def on_data(self, parameters: str | None = None) -> Any:
         """Of each parameter, the part of its sharding that is over data axes; None for those not selected.
@@ -44,7 +52,8 @@ class Places:
 
     def gather(self, params: Any) -> Any:
         """All parameters whole, for a network that does not gather them where it uses them."""
-        return jax.tree.map(lambda x, spec: gather_by_spec(x, spec, x.dtype), params, self.on_data())
+        whole = functools.partial(gather_by_spec, stages=self.scatter_stages)
+        return jax.tree.map(lambda x, spec: whole(x, spec, x.dtype), params, self.on_data())
 
     def constrain(self, tree: Any) -> Any:
         """A tree like the parameters (None where one is missing), each leaf where its parameter is."""

@@ -111,8 +111,26 @@ class MultiHeadAttention(nn.Module):
         return x_BxTxNH.reshape(*x_BxTxNH.shape[:-1], -1, self.config.head_dim)
 
     def _attend(self, query, key, value, mask, bias, is_causal) -> jax.Array:
-        # Softmax is float32 inside, whatever the compute dtype.
-        y_BxTxNxH = jax.nn.dot_product_attention(
-            query, key, value, bias=bias, mask=mask, is_causal=is_causal, scale=None if self.scaled else 1.0
-        )
+        scale = 1.0 / math.sqrt(self.config.head_dim) if self.scaled else 1.0
+        if self.config.compute_dtype == jnp.float64:
+            y_BxTxNxH = _attend_in_double(query, key, value, mask, bias, is_causal, scale)
+        else:  # softmax is float32 inside, whatever the compute dtype
+            y_BxTxNxH = jax.nn.dot_product_attention(
+                query, key, value, bias=bias, mask=mask, is_causal=is_causal, scale=scale
+            )
         return self.out(y_BxTxNxH.reshape(*y_BxTxNxH.shape[:-2], -1))
+
+
+def _attend_in_double(query_BxTxNxH, key_BxSxKxH, value_BxSxKxH, mask, bias, is_causal, scale) -> jax.Array:
+    """softmax(Q Kᵀ · scale + bias, where mask) V in float64, which `jax.nn.dot_product_attention` computes in float32."""
+    groups = query_BxTxNxH.shape[2] // key_BxSxKxH.shape[2]
+    key, value = (jnp.repeat(x, groups, axis=2) for x in (key_BxSxKxH, value_BxSxKxH))
+    logits_BxNxTxS = jnp.einsum("BTNH,BSNH->BNTS", query_BxTxNxH, key) * scale
+    if bias is not None:
+        logits_BxNxTxS += bias
+    if is_causal:
+        causal_TxS = jnp.tril(jnp.ones(logits_BxNxTxS.shape[-2:], bool))[None, None]
+        mask = causal_TxS if mask is None else mask & causal_TxS
+    if mask is not None:
+        logits_BxNxTxS = jnp.where(mask, logits_BxNxTxS, jnp.finfo(logits_BxNxTxS.dtype).min / 2)
+    return jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(logits_BxNxTxS, axis=-1), value)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def sum_over(tree: Any, axes: Sequence[str], transport: Any = None) -> Any:
@@ -37,15 +39,38 @@ def sum_over(tree: Any, axes: Sequence[str], transport: Any = None) -> Any:
     return jax.tree.map(one, tree)
 
 
-def scatter_over(x: jax.Array, axes: Sequence[str], dimension: int, transport: Any = None) -> jax.Array:
-    """Σ over devices, of which each gets its part along `dimension`: a reduce-scatter. See `sum_over`."""
+def scatter_over(
+    x: jax.Array, axes: Sequence[str], dimension: int, transport: Any = None, stages: Sequence[int] = ()
+) -> jax.Array:
+    """Σ over devices, of which each gets its part along `dimension`: a reduce-scatter.
+
+    Args:
+      x, axes, transport: as in `sum_over`.
+      stages: sizes whose product is the number of devices, for one axis: reduce-scatters within groups of these sizes, one
+        after the other, with the same result. With a device's number in digits of these sizes, the k-th is over the
+        devices that differ in the k-th digit alone.
+    """
     axes = tuple(axes)
+    # Along the leading axis: TPUs scatter whole tiles, and would otherwise send everything to everyone and cut it there.
+    x = jnp.moveaxis(x, dimension, 0)
     if transport is None or not _narrows(x, transport):
-        return jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
-    devices = jax.lax.axis_size(axes)
-    pieces = x.reshape(*x.shape[:dimension], devices, x.shape[dimension] // devices, *x.shape[dimension + 1 :])
-    mine = jax.lax.all_to_all(pieces.astype(transport), axes, dimension, dimension)
-    return jnp.sum(mine.astype(x.dtype), axis=dimension)
+        mine = x
+        for groups in _groups(stages) if len(stages) > 1 else (None,):
+            mine = jax.lax.psum_scatter(mine, axes, scatter_dimension=0, tiled=True, axis_index_groups=groups)
+    else:
+        pieces = x.reshape(jax.lax.axis_size(axes), -1, *x.shape[1:])
+        mine = jnp.sum(jax.lax.all_to_all(pieces.astype(transport), axes, 0, 0).astype(x.dtype), axis=0)
+    return jnp.moveaxis(mine, 0, dimension)
+
+
+def _groups(stages: Sequence[int]) -> list[list[list[int]]]:
+    """For each stage, its groups of devices.
+
+    >>> _groups((2, 3))
+    [[[0, 3], [1, 4], [2, 5]], [[0, 1, 2], [3, 4, 5]]]
+    """
+    numbers = np.arange(math.prod(stages)).reshape(stages)
+    return [np.moveaxis(numbers, k, -1).reshape(-1, size).tolist() for k, size in enumerate(stages)]
 
 
 def _narrows(x: jax.Array, transport: Any) -> bool:

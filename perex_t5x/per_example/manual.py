@@ -13,7 +13,7 @@ Any other collective over the data axes would mix examples of different devices 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -100,15 +100,40 @@ def communicates(eqn: core.JaxprEqn, batched: Sequence[bool], axes: frozenset[st
     return None
 
 
-def is_sum(eqn: core.JaxprEqn, axes: frozenset[str]) -> bool:
-    """Whether an equation adds up over data axes, and over no others."""
+def sum_ending_in(
+    eqn: core.JaxprEqn, axes: frozenset[str], sources: Mapping[core.Var, Any], uses: Mapping[core.Var, int]
+) -> tuple[core.JaxprEqn, ...] | None:
+    """The equations, in order, that add something up over data axes, if `eqn` is the last of them; else None.
+
+    One psum or reduce-scatter; or reduce-scatters within groups of devices, which together reach every device once.
+    """
     over = axes_of(eqn)
-    return (
-        eqn.primitive.name in SUMS
-        and bool(axes.intersection(over))
-        and axes.issuperset(over)
-        and eqn.params.get("axis_index_groups") is None
-    )
+    if eqn.primitive.name not in SUMS or not over or not axes.issuperset(over) or len(eqn.outvars) > 1:
+        return None
+    if eqn.params.get("axis_index_groups") is None:
+        return (eqn,)
+    found: list[core.JaxprEqn] = []
+    reached = {0}
+    while _is_stage_like(eqn, found):
+        found.insert(0, eqn)
+        before = {i for group in eqn.params["axis_index_groups"] for i in group if reached.intersection(group)}
+        if len(before) != len(reached) * len(eqn.params["axis_index_groups"][0]):
+            return None  # some device would be counted twice
+        reached = before
+        if len(reached) == num_devices(over):
+            return tuple(found)
+        v = eqn.invars[0]
+        if not isinstance(v, core.Var) or v not in sources or uses[v] > 1:
+            return None
+        eqn = sources[v][0]
+    return None
+
+
+def _is_stage_like(eqn: core.JaxprEqn, others: Sequence[core.JaxprEqn]) -> bool:
+    if eqn.primitive.name != "reduce_scatter" or eqn.params["axis_index_groups"] is None:
+        return False
+    same = ("axis_name", "scatter_dimension", "tiled")
+    return all(eqn.params[name] == other.params[name] for other in others for name in same)
 
 
 class MixesDevicesError(ValueError):

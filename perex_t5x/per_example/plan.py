@@ -97,7 +97,7 @@ class Producer:
 class Crossed:
     """A sum over the devices that share the batch: done after φ and after each device's own sum."""
 
-    eqn: core.JaxprEqn
+    eqns: tuple[core.JaxprEqn, ...]  # in order: see `manual.sum_ending_in`
     child: Any
 
 
@@ -135,9 +135,9 @@ def make_plan(
             return Kept(v, "is also used elsewhere", not _grows(v, eqn, depends))
         if name in jaxprs.REMAT | {"cond", "shard_map"} or (name == "scan" and index >= eqn.params["num_carry"]):
             return Inside(eqn, index)
-        if len(eqn.outvars) == 1 and manual.is_sum(eqn, data_axes):
-            deferred.add(id(eqn))
-            return Crossed(eqn, walk(eqn.invars[0]))
+        if crossing := manual.sum_ending_in(eqn, data_axes, sources, uses):
+            deferred.update(id(e) for e in crossing)
+            return Crossed(crossing, walk(crossing[0].invars[0]))
         if is_permutation(eqn):
             deferred.add(id(eqn))
             return Permuted(eqn, walk(eqn.invars[0]))

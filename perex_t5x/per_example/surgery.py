@@ -44,7 +44,7 @@ class Wanted:
         return dataclasses.replace(self, shift=shift)
 
     def uncrossed(self, eqn: core.JaxprEqn) -> Wanted:
-        """The same on each device, before a sum over devices: the sums so far are added after it."""
+        """The same on each device, before a sum over devices that ends in `eqn`: the sums so far are added after it."""
         shift = self.shift
         if shift is not None and eqn.primitive.name == "reduce_scatter":
             shift = jax.lax.all_gather(
@@ -117,8 +117,8 @@ def run(
                 return reduce(child, want.unmoved(eqn)).then(lambda x: jaxprs.bind(eqn, [x])[0])
             case Mapped(eqn=eqn, child=child):
                 return reduce(child, want.before(eqn))
-            case Crossed(eqn=eqn, child=child):
-                return _crossed(reducer, eqn, reduce(child, want.uncrossed(eqn)), want.initial)
+            case Crossed(eqns=eqns, child=child):
+                return _crossed(reducer, eqns, reduce(child, want.uncrossed(eqns[-1])), want.initial)
             case Assembled(shape=shape, parts=parts):
                 found = [reduce(child, want.part(k, start, part)) for k, (start, part, child) in enumerate(parts)]
                 return _assembled(shape, [start for start, _, _ in parts], found)
@@ -147,8 +147,8 @@ def _find_entered(node: Node, want: Wanted, entered: dict[int, dict[int, Wanted]
             _find_entered(child, want.unmoved(eqn), entered)
         case Mapped(eqn=eqn, child=child):
             _find_entered(child, want.before(eqn), entered)
-        case Crossed(eqn=eqn, child=child):
-            _find_entered(child, want.uncrossed(eqn), entered)
+        case Crossed(eqns=eqns, child=child):
+            _find_entered(child, want.uncrossed(eqns[-1]), entered)
         case Assembled(parts=parts):
             for k, (start, shape, child) in enumerate(parts):
                 _find_entered(child, want.part(k, start, shape), entered)
@@ -198,14 +198,17 @@ def _together(parts: Sequence[Reduced]) -> Reduced:
     )
 
 
-def _crossed(reducer: Reducer, eqn: core.JaxprEqn, mine: Reduced, initial: Any) -> Reduced:
+def _crossed(reducer: Reducer, eqns: Sequence[core.JaxprEqn], mine: Reduced, initial: Any) -> Reduced:
     """The sum over devices of their sums, added to those so far."""
-    axes = manual.axes_of(eqn)
+    last = eqns[-1]
+    axes = manual.axes_of(last)
 
     def cross(x: jax.Array) -> jax.Array:
-        if eqn.primitive.name == "reduce_scatter" and eqn.params["tiled"]:
-            return collectives.scatter_over(x, axes, eqn.params["scatter_dimension"], reducer.transport)
-        return jaxprs.bind(eqn, [x])[0]
+        if reducer.transport is not None and last.primitive.name == "reduce_scatter" and last.params["tiled"]:
+            return collectives.scatter_over(x, axes, last.params["scatter_dimension"], reducer.transport)
+        for eqn in eqns:
+            (x,) = jaxprs.bind(eqn, [x])
+        return x
 
     sums = [cross(x) for x in mine.finish(mine.raw)]
     return dataclasses.replace(mine, raw=plus(initial, sums), finish=list, over=(*axes, *mine.over))
