@@ -81,6 +81,11 @@ class Checkpointer:
         with _explained(self._model_dir):
             self._manager.save(step, args=ocp.args.Composite(**items))
 
+    def raise_errors(self) -> None:
+        """Raises what has gone wrong behind, if anything has; waits for nothing."""
+        with _explained(self._model_dir):
+            self._manager.check_for_errors()
+
     def wait(self) -> None:
         """Blocks until everything is on disk."""
         with _explained(self._model_dir):
@@ -174,7 +179,12 @@ def checkpoint_paths(path: str, mode: str) -> list[str]:
 
 def _whole_checkpoints(folder: epath.Path) -> list[str]:
     steps = sorted((int(m[1]), os.fspath(p)) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)))
-    return [path for _, path in steps if (epath.Path(path) / "state").exists()]
+    return [path for _, path in steps if _is_whole(path)]
+
+
+def _is_whole(path: str) -> bool:
+    """Whether it was committed: under its last name on a file system, with a marker in an object store."""
+    return (epath.Path(path) / "state").exists() and ocp.utils.is_checkpoint_finalized(path)
 
 
 def check(path: str, shapes: TrainState, config: RestoreCheckpointConfig | None = None) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from perex_t5x import console, gin_utils
 from perex_t5x.errors import ConfigError, TrainingError
@@ -35,22 +37,49 @@ def define_flags() -> None:
     flags.DEFINE_string("coordinator_address", None, "host:port of process 0, for several processes.")
     flags.DEFINE_integer("process_count", None, "How many processes take part.")
     flags.DEFINE_integer("process_index", None, "Which of them this one is.")
+    flags.DEFINE_string(
+        "cluster_detection", "auto", "Whether TPU pods, GKE, SLURM and Open MPI are asked for the other processes: auto, "
+        "off, or a method that JAX knows, such as mpi4py.")  # fmt: skip
+    flags.DEFINE_integer("initialization_timeout", 300, "Seconds to wait for the other processes at the start.")
+    flags.DEFINE_integer(
+        "heartbeat_timeout", 100, "Seconds after which a process that is silent, or stands still between two steps, "
+        "ends the run.")  # fmt: skip
+    flags.DEFINE_integer(
+        "phase_timeout", 3600, "The same for a process that is behind the others in compiling, restoring, evaluating or "
+        "saving.")  # fmt: skip
     flags.DEFINE_bool("dry_run", False, "Check the configuration, print what would run, and stop.")
     flags.DEFINE_string(
         "profile_steps", None, "Write a profiler trace of these steps, FIRST:LAST, into MODEL_DIR.")  # fmt: skip
 
 
 def _connect_processes() -> None:
-    """Joins the other processes, if the flags speak of any. Before the first use of a device."""
-    if FLAGS.process_count is None and FLAGS.coordinator_address is None:
-        return
-    if None in (FLAGS.process_count, FLAGS.coordinator_address, FLAGS.process_index):
-        raise ConfigError("--coordinator_address, --process_count and --process_index go together: give all three.")
-    import jax
+    """Joins the other processes, if there are any. Before the first use of a device."""
+    from perex_t5x import distributed
 
-    if os.environ.get("JAX_PLATFORMS", "") == "cpu":
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(FLAGS.coordinator_address, FLAGS.process_count, FLAGS.process_index)
+    here = distributed.connect(
+        FLAGS.coordinator_address,
+        FLAGS.process_count,
+        FLAGS.process_index,
+        cluster_detection=FLAGS.cluster_detection,
+        initialization_timeout=FLAGS.initialization_timeout,
+        heartbeat_timeout=FLAGS.heartbeat_timeout,
+        phase_timeout=FLAGS.phase_timeout,
+    )
+    if here is None:
+        return
+    console.set_up(everything=FLAGS.alsologtostderr, quiet=here.index > 0)
+    logging.info("%d processes, found through %s; coordinator %s", here.count, here.source, here.address)
+    distributed.check_same("software", {**distributed.sameness.software_items(), "--dry_run": str(FLAGS.dry_run)})
+
+
+def _compare_processes(command: str) -> None:
+    """Stops all processes if one was configured otherwise; nothing is compiled yet."""
+    from perex_t5x import distributed
+
+    if distributed.group() is None:
+        return
+    distributed.check_same("configuration", {"command": command, **distributed.sameness.configuration_items()})
+    distributed.check_same("devices", distributed.sameness.device_items())
 
 
 def _configure_data() -> None:
@@ -65,16 +94,19 @@ def _configure_data() -> None:
         seqio.add_global_cache_dirs(FLAGS.seqio_additional_cache_dirs)
 
 
-def run(function: Callable[..., Any], usage: str, argv: Sequence[str] | None = None) -> None:
+def run(function: Callable[..., Any] | str, usage: str | None, argv: Sequence[str] | None = None) -> None:
     """Runs `function`, its arguments bound by Gin, as a command; never returns.
 
+    A function given as 'module.name' is imported only once the other processes are found: an import may use a device.
+
     Exit status: 0 done; 2 a slip in the configuration (the message says where and how to mend it); 1 the run could not
-    go on; 130 interrupted, after saving.
+    go on; 130 interrupted, after saving. Of several processes all end with the status of the first that fails.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     define_flags()
 
     def main(_: Sequence[str]) -> None:
+        nonlocal function
         import gin
 
         console.set_up(everything=FLAGS.alsologtostderr)
@@ -84,8 +116,11 @@ def run(function: Callable[..., Any], usage: str, argv: Sequence[str] | None = N
             )
         _connect_processes()
         console.import_tensorflow_quietly()
+        if isinstance(function, str):
+            function = _imported(function)
         gin_utils.parse_gin_flags(FLAGS.gin_search_paths, FLAGS.gin_file, FLAGS.gin_bindings)
         _configure_data()
+        _compare_processes(function.__name__)
         try:
             configurable = gin.get_configurable(function)
         except Exception:
@@ -94,6 +129,7 @@ def run(function: Callable[..., Any], usage: str, argv: Sequence[str] | None = N
                 "they are for another command."
             ) from None
         configurable(**_run_flags(function.__name__))
+        _finish_processes()
 
     try:
         args = gin_utils.rewrite_gin_args(sys.argv if argv is None else argv)
@@ -101,6 +137,14 @@ def run(function: Callable[..., Any], usage: str, argv: Sequence[str] | None = N
         app.run(_reporting(main), argv=args)
     except ConfigError as e:
         _fail(str(e), EXIT_CONFIG)
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    """The function of a module that runs as `__main__`, where ported files (`import __main__ as train_script`) look."""
+    module, _, attribute = name.rpartition(".")
+    function = getattr(importlib.import_module(module), attribute)
+    setattr(sys.modules["__main__"], attribute, function)
+    return function
 
 
 def _run_flags(command: str) -> dict[str, Any]:
@@ -125,17 +169,46 @@ def _reporting(main: Callable[[Sequence[str]], None]) -> Callable[[Sequence[str]
         try:
             main(argv)
         except ConfigError as e:
-            _fail(str(e), EXIT_CONFIG)
+            _fail(str(e), EXIT_CONFIG, e)
         except TrainingError as e:
-            _fail(str(e), EXIT_ERROR)
+            _fail(str(e), EXIT_ERROR, e)
         except KeyboardInterrupt as e:
-            _fail(str(e) or "interrupted", EXIT_INTERRUPTED)
+            _stop_together()
+            _fail(str(e) or "interrupted", EXIT_INTERRUPTED, e)
+        except Exception as e:
+            _end_all_processes(f"{type(e).__name__}: {_cleaned(str(e))}", EXIT_ERROR, e, traceback.format_exc())
+            raise
 
     return wrapped
 
 
-def _fail(message: str, status: int) -> None:
-    # Gin adds a line for every configurable that was being made; the messages name their bindings themselves.
-    message = re.sub(r"\n\s*In call to configurable .*", "", message)
-    print(f"\nERROR: {message}" if status != EXIT_INTERRUPTED else f"\n{message}", file=sys.stderr, flush=True)
+def _fail(message: str, status: int, error: BaseException | None = None) -> None:
+    message = _cleaned(message)
+    shown = f"\nERROR: {message}" if status != EXIT_INTERRUPTED else f"\n{message}"
+    _end_all_processes(message, status, error, shown)
+    print(shown, file=sys.stderr, flush=True)
     sys.exit(status)
+
+
+def _cleaned(message: str) -> str:
+    """Gin adds a line for every configurable that was being made; the messages name their bindings themselves."""
+    return re.sub(r"\n\s*In call to configurable .*", "", message)
+
+
+def _end_all_processes(message: str, status: int, error: BaseException | None, shown: str) -> None:
+    """Ends this process and the others, if there are any. Looked up: most slips are found before JAX is imported."""
+    if distributed := sys.modules.get("perex_t5x.distributed"):
+        distributed.fail(message, status, error=error, shown=shown)
+
+
+def _finish_processes() -> None:
+    from perex_t5x import distributed
+
+    distributed.finish()
+
+
+def _stop_together() -> None:
+    """Where all processes have stopped at the same step, one of them says so."""
+    distributed = sys.modules.get("perex_t5x.distributed")
+    if distributed and distributed.stop_together() and not distributed.is_writer():
+        sys.exit(EXIT_INTERRUPTED)

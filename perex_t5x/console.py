@@ -30,12 +30,18 @@ def _is_ours_or_serious(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING or f"/{_PACKAGE}/" in record.pathname.replace("\\", "/")
 
 
-def set_up(everything: bool = False) -> None:
-    """Routes log messages to the terminal; `everything` (`--alsologtostderr`) includes other libraries' chatter."""
+def set_up(everything: bool = False, quiet: bool = False) -> None:
+    """Routes log messages to the terminal.
+
+    Args:
+      everything: other libraries' chatter, too (`--alsologtostderr`).
+      quiet: warnings and errors only, as in processes other than the first.
+    """
     absl_logging.set_verbosity(absl_logging.INFO)
     handler = _ConsoleHandler()
     if not everything:
         handler.addFilter(_is_ours_or_serious)
+        handler.setLevel(logging.WARNING if quiet else logging.NOTSET)
     absl_logging.use_absl_handler()
     root = logging.getLogger()
     root.handlers = [handler]

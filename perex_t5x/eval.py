@@ -6,14 +6,22 @@ SeqIO loggers write there.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    # First of all: processes have to find each other before anything that is imported uses a device. Does not return, so
+    # there is one `perex_t5x.eval`, the imported one, which Gin configures.
+    from perex_t5x import cli
+
+    cli.run("perex_t5x.eval.evaluate", __doc__)
+
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from etils import epath
 
-from perex_t5x import checkpoints, gin_utils, run_dir
+from perex_t5x import checkpoints, distributed, gin_utils
 from perex_t5x.data import lookup
+from perex_t5x.distributed import folder
 from perex_t5x.inference import paths_to_restore, restore_params
 from perex_t5x.inference_evaluation import InferenceEvaluator
 from perex_t5x.partitioning import PjitPartitioner
@@ -43,13 +51,16 @@ def evaluate(
       summarize_config_fn: writes `config.gin`.
       dry_run: stop after all checks.
     """
-    paths = paths_to_restore(restore_checkpoint_cfg)
+    paths = distributed.from_process_0("checkpoints", lambda: paths_to_restore(restore_checkpoint_cfg))
     lookup.check_evaluation(dataset_cfg, model.FEATURE_CONVERTER_CLS(), "DatasetConfig")
-    run_dir.prepare(output_dir, dry_run=dry_run)
+    folder.prepare(output_dir, dry_run=dry_run, binding="EVAL_OUTPUT_DIR")
+    is_writer = distributed.is_writer()
     if dry_run:
-        print(f"dry run: the configuration is fine. Would evaluate {', '.join(paths)}.")
+        if is_writer:
+            print(f"dry run: the configuration is fine. Would evaluate {', '.join(paths)}.")
         return {}
-    summarize_config_fn(output_dir, None, 0)
+    if is_writer:
+        summarize_config_fn(output_dir, None, 0)
     evaluator = InferenceEvaluator(model, partitioner, dataset_cfg, inference_evaluator_cls, output_dir)
     results = {}
     lines = []
@@ -59,10 +70,12 @@ def evaluate(
         results[step] = evaluator.evaluate(step, params)
         for task, metrics in results[step].items():
             line = json.dumps({"step": step, "name": task, **metrics})
-            print(line)
+            if is_writer:
+                print(line)
             lines.append(line + "\n")
-    written = epath.Path(output_dir) / "metrics.jsonl"
-    written.write_text((written.read_text() if written.exists() else "") + "".join(lines))
+    if is_writer:
+        written = epath.Path(output_dir) / "metrics.jsonl"
+        written.write_text((written.read_text() if written.exists() else "") + "".join(lines))
     return results
 
 
@@ -70,10 +83,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     from perex_t5x import cli
 
     cli.run(evaluate, __doc__, argv)
-
-
-if __name__ == "__main__":
-    from perex_t5x import eval as _this  # see perex_t5x/train.py
-
-    evaluate = _this.evaluate
-    _this.main()

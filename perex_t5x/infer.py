@@ -7,6 +7,14 @@ Writes `<task>-<mode>.jsonl` to the output folder: one JSON object an example, w
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    # First of all: processes have to find each other before anything that is imported uses a device. Does not return, so
+    # there is one `perex_t5x.infer`, the imported one, which Gin configures.
+    from perex_t5x import cli
+
+    cli.run("perex_t5x.infer.infer", __doc__)
+
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -17,8 +25,9 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from perex_t5x import gin_utils, run_dir
+from perex_t5x import distributed, gin_utils
 from perex_t5x.data import lookup
+from perex_t5x.distributed import folder
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.inference import BatchRunner, paths_to_restore, restore_params
 from perex_t5x.models import decoding
@@ -67,14 +76,17 @@ def infer(
         raise ConfigError(f"infer.mode = {mode!r}: must be one of {', '.join(MODES)}.{did_you_mean(str(mode), MODES)}")
     keys = jax.random.key(random_seed)
     decoding.check_arguments(decode_method, keys, num_decodes, temperature, top_k, 0.6, None)
-    path = paths_to_restore(restore_checkpoint_cfg)[-1]
+    path = distributed.from_process_0("checkpoint", lambda: paths_to_restore(restore_checkpoint_cfg)[-1])
     converter_cls = model.FEATURE_CONVERTER_CLS()
     provider = lookup.check_evaluation(dataset_cfg, converter_cls, "DatasetConfig")
-    run_dir.prepare(output_dir, dry_run=dry_run)
+    folder.prepare(output_dir, dry_run=dry_run, binding="INFER_OUTPUT_DIR")
+    is_writer = distributed.is_writer()
     if dry_run:
-        print(f"dry run: the configuration is fine. Would {mode} with {path}.")
+        if is_writer:
+            print(f"dry run: the configuration is fine. Would {mode} with {path}.")
         return []
-    gin_utils.summarize_gin_config(output_dir)
+    if is_writer:
+        gin_utils.summarize_gin_config(output_dir)
     params = restore_params(model, partitioner, path, restore_checkpoint_cfg)
 
     def predict(params: Any, batch: Any, keys_B: Any) -> Any:
@@ -96,12 +108,15 @@ def infer(
         texts, examples = _examples(task, dataset_cfg, converter_cls(pack=False), num_examples)
         target = epath.Path(output_dir) / f"{task.name}-{mode}.jsonl"
         partial = target.parent / f"{target.name}.partial"
-        with partial.open("w") as f:
+        # All processes compute, one writes.
+        with partial.open("w") if is_writer else contextlib.nullcontext() as f:
             for index, result in runner(params, examples):
-                row = {"index": index, **next(texts), **_result(mode, result, model.output_vocabulary)}
-                f.write(json.dumps(row, ensure_ascii=False) + "\n")
-        partial.replace(target)
-        logging.info("wrote %s", target)
+                if f is not None:
+                    row = {"index": index, **next(texts), **_result(mode, result, model.output_vocabulary)}
+                    f.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if is_writer:
+            partial.replace(target)
+            logging.info("wrote %s", target)
         written.append(os.fspath(target))
     return written
 
@@ -152,10 +167,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     from perex_t5x import cli
 
     cli.run(infer, __doc__, argv)
-
-
-if __name__ == "__main__":
-    from perex_t5x import infer as _this  # see perex_t5x/train.py
-
-    infer = _this.infer
-    _this.main()

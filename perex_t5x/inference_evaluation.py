@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from perex_t5x import distributed
 from perex_t5x.data import lookup
 from perex_t5x.errors import ConfigError
 from perex_t5x.inference import BatchRunner
@@ -48,6 +49,7 @@ class InferenceEvaluator:
                 seed=config.seed,
                 sequence_length=config.task_feature_lengths,
                 log_dir=log_dir,
+                **({} if distributed.is_writer() else {"logger_cls": ()}),
             )
         except ValueError as e:
             if "automatic sequence length detection" not in str(e):

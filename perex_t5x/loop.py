@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
+from perex_t5x import distributed
 from perex_t5x.checkpoints import Checkpointer
 from perex_t5x.data.prefetch import prefetch
 from perex_t5x.errors import TrainingError
@@ -56,17 +57,23 @@ def make_evaluators(
 
 
 class Interrupts:
-    """Ctrl-C or SIGTERM asks the loop to save and stop; a second Ctrl-C stops at once.
+    """Ctrl-C or SIGTERM asks the loop to save and stop; a second one stops at once.
 
-    Several processes must not stop at different steps, so there the signals keep their usual meaning.
+    Several processes stop at the same step, whichever of them was asked.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self._former: dict[int, Any] = {}
+        group = distributed.group()
+        self._stopping = None if group is None else group.stopping
+
+    def stop_here(self) -> bool:
+        """Whether to save and stop now. All processes ask at the same places, and get the same answer."""
+        return self.signal is not None if self._stopping is None else not self._stopping.passes()
 
     def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread() and jax.process_count() == 1:
+        if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._former[number] = signal.signal(number, self._note)
         return self
@@ -79,6 +86,8 @@ class Interrupts:
         if self.signal is not None:
             raise KeyboardInterrupt("stopped at once, without saving")
         self.signal = number
+        if self._stopping is not None:
+            self._stopping.requested = True
         logging.info("asked to stop: saving a checkpoint after this step (once more stops at once)")
 
 
@@ -127,13 +136,17 @@ class Loop:
             return state
         sharding = self._trainer.partitioner.data_sharding
         shardings = {name: sharding for name in self._feed.element_spec}
-        show = Progress(step, self._last_step, enabled=jax.process_index() == 0, stream=self._progress_stream)
+        show = Progress(step, self._last_step, enabled=distributed.is_writer(), stream=self._progress_stream)
         batches = prefetch(self._feed, step, shardings)
         self._clock.start()
         try:
             with show as self._progress, Interrupts() as interrupts:
+                first = step
                 while step < self._last_step:
+                    # A stream may fill its buffers before the first batch.
+                    distributed.doing(f"reading the batch of step {step + 1}", patient=step == first)
                     _, batch = next(batches)
+                    distributed.doing(f"making step {step + 1}", patient=step == first)
                     self._profile(step)
                     measured = self._measure(step + 1, state, batch)  # the step takes the state's buffers
                     state, metrics = self._step_fn(state, batch)
@@ -143,11 +156,16 @@ class Loop:
                     self._read_pending()
                     step += 1
                     self._pending = (step, metrics)
-                    self._after_step(step, state, stopping=interrupts.signal is not None)
-                    if interrupts.signal is not None:
-                        self._save(step, state, last=True)  # the signal may have come during an evaluation
+                    stopping = interrupts.stop_here()
+                    self._after_step(step, state, stopping)
+                    if stopping or interrupts.stop_here():  # the signal may have come during an evaluation
+                        self._save(step, state, last=True)
                         self._checkpointer.wait()
                         raise KeyboardInterrupt(self._farewell(step))
+                distributed.doing("finishing", patient=True)
+        except Exception as e:
+            distributed.failing(e)
+            raise
         finally:
             batches.close()
         self._checkpointer.wait()
@@ -180,6 +198,7 @@ class Loop:
     # --- after a step -------------------------------------------------------------------------------------------------
 
     def _after_step(self, step: int, state: TrainState, stopping: bool) -> None:
+        self._checkpointer.raise_errors()
         last = stopping or step == self._last_step
         evaluate = self._evaluators and not stopping and (step % self._eval_period == 0 or last)
         if not (last or evaluate or self._checkpointer.is_due(step, last)):
@@ -194,6 +213,7 @@ class Loop:
         """Saves if it is due; never parameters that are not finite (the loss of a step is that before its update)."""
         if not self._checkpointer.is_due(step, last):
             return
+        distributed.doing(f"saving checkpoint_{step}", patient=True)
         if not self._all_finite(state.params):
             raise TrainingError(f"the parameters after step {step} are not finite: {self._advice()}")
         run = {**self._run_info, "data": self._feed.position(step)}
@@ -208,6 +228,7 @@ class Loop:
         )
 
     def _evaluate(self, step: int, params: Any) -> None:
+        distributed.doing(f"evaluating step {step}", patient=True)
         for evaluator in self._evaluators:
             for folder, metrics in evaluator.evaluate(step, params).items():
                 self._writer.write(folder, step, metrics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,8 +13,8 @@ from typing import Any, TextIO
 class Progress:
     """Shows step, loss, tokens/s and the time left. A context manager.
 
-    In a terminal: a `rich` bar, refreshed at most ten times a second. Elsewhere: one line every `period` seconds, and
-    none from processes other than 0.
+    In a terminal: a `rich` bar, refreshed at most ten times a second. Elsewhere: one line every `period` seconds (by
+    default 10, or what the environment variable PEREX_T5X_PROGRESS_SECONDS says), and none from processes other than 0.
     """
 
     def __init__(
@@ -22,13 +23,14 @@ class Progress:
         total: int,
         *,
         enabled: bool = True,
-        period: float = 10.0,
+        period: float | None = None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         if total < start:
             raise ValueError(f"total {total} is before start {start}")
-        self._start, self._total, self._enabled, self._period = start, total, enabled, period
+        self._start, self._total, self._enabled = start, total, enabled
+        self._period = float(os.environ.get("PEREX_T5X_PROGRESS_SECONDS", "10")) if period is None else period
         self._stream = stream or sys.stderr
         self._clock = clock
         self._begun = self._last = clock()

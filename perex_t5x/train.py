@@ -9,6 +9,13 @@ The same command, started again, resumes from the newest checkpoint in MODEL_DIR
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    # First of all: processes have to find each other before anything that is imported uses a device. Does not return, so
+    # there is one `perex_t5x.train`, the imported one, which Gin configures.
+    from perex_t5x import cli
+
+    cli.run("perex_t5x.train.train", __doc__)
+
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +25,10 @@ from typing import Any
 import jax
 from absl import logging
 
-from perex_t5x import checkpoints, evaluation, gin_utils, loop, run_dir
+from perex_t5x import checkpoints, distributed, evaluation, gin_utils, loop, run_dir
 from perex_t5x.data import lookup
 from perex_t5x.data.feed import batch_spec, make_feed
+from perex_t5x.distributed import folder
 from perex_t5x.errors import ConfigError
 from perex_t5x.metrics import MetricsWriter
 from perex_t5x.partitioning import PjitPartitioner
@@ -94,8 +102,9 @@ def train(
     shapes, shardings, boxed_params = trainer.abstract_state({k: v.shape for k, v in spec.items()})
     summary = run_dir.summarize_model(boxed_params, shapes)
     logging.info("%s", summary)
-    run_dir.prepare(model_dir, run_dir.tree_bytes(shapes), dry_run)
-    source = _where_to_start(model_dir, checkpoint_cfg)
+    folder.prepare(model_dir, run_dir.tree_bytes(shapes), dry_run)
+    # One process looks: another might see a checkpoint more, or less.
+    source = distributed.from_process_0("where to start", lambda: _where_to_start(model_dir, checkpoint_cfg))
     own = source is not None and os.path.dirname(source) == checkpoints.absolute(model_dir)
     # A run goes on with all of its own state; what another one's checkpoint is used for is configurable.
     restore_cfg = None if own else checkpoint_cfg.restore
@@ -105,12 +114,13 @@ def train(
             f"{source} is at step {start}, and TRAIN_STEPS = {total_steps} counts its steps, so there is nothing to train. "
             f"Set TRAIN_STEPS above {start}, or TRAIN_STEPS_RELATIVE to the number of further steps."
         )
+    is_writer = distributed.is_writer()
     if dry_run:
-        print(
-            f"dry run: the configuration is fine. {summary}. Starts from {source or 'scratch'}. Nothing was compiled."
-        )
+        if is_writer:
+            print(
+                f"dry run: the configuration is fine. {summary}. Starts from {source or 'scratch'}. Nothing was compiled."
+            )
         return 0, shapes
-    is_writer = jax.process_index() == 0
     if is_writer:
         run_dir.write_model_info(model_dir, boxed_params, shardings.params, summary)
         summarize_config_fn(model_dir, None, 0)
@@ -246,12 +256,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     from perex_t5x import cli
 
     cli.run(train, __doc__, argv)
-
-
-if __name__ == "__main__":
-    # `python -m` runs this file as `__main__`; Gin must configure the one function of `perex_t5x.train`, also where a
-    # ported file says `import __main__ as train_script`.
-    from perex_t5x import train as _this
-
-    train = _this.train
-    _this.main()

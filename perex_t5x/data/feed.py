@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from absl import logging
 
+from perex_t5x import distributed
 from perex_t5x.data import lookup
 from perex_t5x.data.placement import Shardings
 from perex_t5x.errors import ConfigError
@@ -188,7 +189,9 @@ def make_feed(
     if kind == "auto" and saved_position and saved_position.get("feed") in FEEDS:
         kind = saved_position["feed"]  # a changed limit must not turn a resumed run's data around
     if kind == "auto":
-        kind = "cached" if _fits(provider, cfg, spec) else "streaming"
+        # One process decides: another may see other sizes.
+        fits = distributed.from_process_0("does it fit", lambda: _fits(provider, cfg, spec))
+        kind = "cached" if fits else "streaming"
     seed = _order_seed(cfg, saved_position)
     if kind == "cached":
         from perex_t5x.data.cached import CachedFeed as FeedClass

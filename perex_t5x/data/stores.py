@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from absl import logging
 
+from perex_t5x import distributed
 from perex_t5x.data import rows as rows_lib
 from perex_t5x.errors import ConfigError
 
@@ -126,15 +127,10 @@ def _open_copy(directory: str, chunks: Callable[[], Iterable[np.ndarray]], dtype
             logging.info("Writing an index-addressed copy to %s", directory)
             write_copy(directory, chunks())
 
-    if jax.process_count() == 1:
+    if jax.process_index() == 0:
         write_if_missing()
-    else:
-        from jax.experimental import multihost_utils
-
-        if jax.process_index() == 0:
-            write_if_missing()
-        multihost_utils.sync_global_devices(f"perex_t5x copy {directory}")
-        write_if_missing()  # where the folder is on each host's own disk
+    distributed.barrier("copy of the data")
+    write_if_missing()  # where the folder is on each host's own disk
     return ArrayRecordStore(directory, dtype)
 
 

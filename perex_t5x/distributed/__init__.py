@@ -1,0 +1,260 @@
+"""Several processes: meeting at the start, being the same, failing and stopping together. See docs/multi_host.md.
+
+    connect(...)                    before the first use of a device; alone: nothing
+    check_same("configuration", sameness.configuration_items())
+    doing("saving", patient=True)   what the main thread is about, for the watchdog
+    from_process_0("seed", draw)    one process decides, all learn
+    finish() or fail(...)           the end of all
+
+Without other processes every function is a no-op, or does its work alone.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from perex_t5x.distributed import aborts, place, rendezvous, sameness
+from perex_t5x.distributed import store as store_lib
+from perex_t5x.distributed.group import Group
+from perex_t5x.errors import ConfigError, TrainingError
+
+INITIALIZATION_TIMEOUT = 300
+HEARTBEAT_TIMEOUT = 100
+PHASE_TIMEOUT = 3600
+
+_group: Group | None = None
+_place: place.Place | None = None
+
+
+def connect(
+    coordinator_address: str | None = None,
+    process_count: int | None = None,
+    process_index: int | None = None,
+    *,
+    cluster_detection: str = "auto",
+    initialization_timeout: int = INITIALIZATION_TIMEOUT,
+    heartbeat_timeout: int = HEARTBEAT_TIMEOUT,
+    phase_timeout: int = PHASE_TIMEOUT,
+) -> place.Place | None:
+    """Joins the other processes, if there are any, and starts to watch them. Before the first use of a device.
+
+    Args:
+      coordinator_address, process_count, process_index: what the flags say; see `place.find` for the rest.
+      cluster_detection: 'auto', 'off', or a method of JAX's.
+      initialization_timeout: seconds to wait for the others.
+      heartbeat_timeout: seconds after which a process that is silent, or stands still between steps, ends the run.
+      phase_timeout: the same for one that is behind the others in compiling, restoring, evaluating or saving.
+
+    Returns:
+      This process's place; None if it is alone.
+    """
+    global _group, _place
+    seconds = {
+        "--initialization_timeout": initialization_timeout,
+        "--heartbeat_timeout": heartbeat_timeout,
+        "--phase_timeout": phase_timeout,
+    }
+    for flag, value in seconds.items():
+        if value < 1:
+            raise ConfigError(f"{flag}={value}: give at least 1 second.")
+    where = place.find(
+        coordinator_address,
+        process_count,
+        process_index,
+        detection=cluster_detection,
+        timeout=initialization_timeout,
+    )
+    if where is None:
+        return None
+    hosts = rendezvous.meet(where, initialization_timeout)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    try:
+        jax.distributed.initialize(
+            where.address,
+            where.count,
+            where.index,
+            local_device_ids=where.local_device_ids,
+            cluster_detection_method="deactivate",
+            initialization_timeout=initialization_timeout,
+            # Later than our own watchdog, which says more.
+            heartbeat_timeout_seconds=2 * heartbeat_timeout + 30,
+            shutdown_timeout_seconds=heartbeat_timeout,
+        )
+    except (RuntimeError, ValueError) as e:
+        raise ConfigError(
+            f"all {where.count} processes met at {where.address}, but JAX could not connect them: {e}. Did one of them end "
+            "at once? Is a proxy set in the environment?"
+        ) from e
+    _place = where
+    _group = Group(
+        store_lib.connected_store(), where.index, hosts, timeout=heartbeat_timeout, phase_timeout=phase_timeout
+    )
+    _group.start()
+    aborts.on_abort(_explain_abort)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminated)
+    return where
+
+
+def _terminated(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt("asked to stop before training began")
+
+
+def _explain_abort() -> None:
+    """Ends the process with our own words if JAX aborts it because process 0 is gone."""
+    if _group is None or _place is None:
+        return
+    try:
+        socket.create_connection((_place.host, _place.port), timeout=2.0).close()
+    except OSError:
+        _group._end(_group.coordinator_gone())
+
+
+def group() -> Group | None:
+    """The processes of this run; None alone."""
+    return _group
+
+
+def is_writer() -> bool:
+    """Whether this process is the one that writes logs, metrics and reports."""
+    return jax.process_index() == 0
+
+
+def doing(what: str, *, patient: bool = False) -> None:
+    """Tells the watchdog what the main thread begins now, and whether that may take long.
+
+    To be called by all processes in the same order: whoever has begun fewer things than the others keeps them waiting.
+    """
+    if _group is not None:
+        _group.doing(what, patient)
+
+
+def barrier(name: str) -> None:
+    """Waits for all processes, without using a device: nothing times out while one of them works."""
+    store = store_lib.connected_store()
+    if store is None:
+        return
+    with _explained(name):
+        store.barrier(name, _patience())
+
+
+def from_process_0(name: str, function: Callable[[], Any]) -> Any:
+    """The value of `function()` in process 0, in all processes; something that JSON can hold.
+
+    >>> from_process_0("answer", lambda: 42)  # alone
+    42
+    """
+    store = store_lib.connected_store()
+    if store is None:
+        return function()
+    with _explained(name):
+        return store.from_process_0(name, function, jax.process_index(), _patience())
+
+
+def check_same(topic: str, items: Mapping[str, str]) -> None:
+    """Raises `ConfigError` in all processes, naming who differs in what, unless all call it with the same items."""
+    if _group is not None:
+        with _explained(topic):
+            sameness.check(_group.store, topic, items, _group.index, _group.hosts, _group.phase_timeout)
+
+
+def failing(error: BaseException) -> None:
+    """Tells the watchdog that this process is about to end with an error; cleaning up may hang on the others."""
+    if _group is not None:
+        _group.failing(_first_line(error), 2 if isinstance(error, ConfigError) else 1)
+
+
+def stop_together() -> bool:
+    """The end of a run that all processes have agreed to interrupt; False if this is not one, or there are no others."""
+    if _group is None or not _group.stopping.stopped:
+        return False
+    finish()
+    return True
+
+
+def fail(message: str, status: int, *, error: BaseException | None = None, shown: str | None = None) -> None:
+    """Ends this process with a status, and all others with it; alone: returns.
+
+    Args:
+      message: what the others say of it.
+      status: the exit status, of all.
+      error: if it may come of another process's end, what that process says is waited for first.
+      shown: what is printed here.
+    """
+    if _group is None:
+        return
+    if error is not None and _may_come_of_others(error):
+        _group.wait_for_verdict()
+    _group.leave(message, status, shown)
+
+
+def finish() -> None:
+    """The end of a run that went well: waits for all, then disconnects."""
+    global _group
+    if _group is None:
+        return
+    doing("finishing", patient=True)
+    barrier("finished")
+    _group.close()
+    _group = None
+    aborts.as_usual()
+    jax.distributed.shutdown()
+
+
+def _patience() -> float:
+    return PHASE_TIMEOUT if _group is None else _group.phase_timeout
+
+
+class _explained:  # noqa: N801 (used as a statement)
+    """Turns waiting in vain into an error that says for what."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, TimeoutError):
+            raise TrainingError(
+                f"the processes lost each other at {self._name!r}: {error} (--phase_timeout)."
+            ) from error
+
+
+def _may_come_of_others(error: BaseException) -> bool:
+    """Whether an error, or one behind it, is of a kind that a peer's death causes."""
+    seen: BaseException | None = error
+    while seen is not None:
+        text = str(seen)
+        if isinstance(seen, jax.errors.JaxRuntimeError) or "DEADLINE_EXCEEDED" in text or "UNAVAILABLE" in text:
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+__all__ = [
+    "barrier",
+    "check_same",
+    "connect",
+    "doing",
+    "fail",
+    "failing",
+    "finish",
+    "from_process_0",
+    "group",
+    "is_writer",
+    "sameness",
+    "stop_together",
+]

@@ -1,0 +1,130 @@
+"""Which of how many processes this one is: from flags, from the environment, or from the cluster it runs on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from perex_t5x.distributed import store
+from perex_t5x.errors import ConfigError
+
+_FLAGS = ("--coordinator_address", "--process_count", "--process_index")
+_VARIABLES = (
+    ("JAX_COORDINATOR_ADDRESS",),
+    ("JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT"),
+    ("JAX_PROCESS_ID", "JAX_PROCESS_INDEX"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """This process among the others.
+
+    Attributes:
+      address: host:port of process 0.
+      count: how many processes there are.
+      index: which of them this one is.
+      source: who said so, for messages.
+      local_device_ids: the devices that a cluster gives to this process; None: all it sees.
+    """
+
+    address: str
+    count: int
+    index: int
+    source: str = "flags"
+    local_device_ids: Any = None
+
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+
+def find(
+    address: str | None = None,
+    count: int | None = None,
+    index: int | None = None,
+    *,
+    detection: str = "auto",
+    timeout: int = 300,
+    environ: Mapping[str, str] = os.environ,
+    detect: Callable[..., tuple[Any, ...]] = store.detect_cluster,
+) -> Place | None:
+    """Where this process stands; None if it is alone.
+
+    A flag comes before the environment, and the environment before the cluster.
+
+    >>> find("localhost:1234", environ={"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, detection="off").index
+    1
+    >>> find(environ={}, detection="off") is None
+    True
+
+    Args:
+      address, count, index: of the flags.
+      detection: 'auto' asks the cluster for what is not given; 'off' does not; else a method of JAX's to use.
+      timeout: seconds that a cluster may take to answer.
+      environ, detect: other ones, for tests.
+    """
+    given: list[Any] = [address, count, index]
+    sources = list(_FLAGS)
+    for i, names in enumerate(_VARIABLES):
+        name = next((n for n in names if environ.get(n)), None)
+        if given[i] is None and name is not None:
+            given[i] = environ[name] if i == 0 else _whole_number(name, environ[name])
+            sources[i] = name
+    if given[1] == 1 and given[2] in (None, 0):
+        return None
+    ids, way = None, "flags or the environment"
+    if None in given and detection != "off":
+        *found, ids = _detected(detect, detection, timeout)
+        if found[1] is None and detection != "auto":
+            raise ConfigError(f"--cluster_detection={detection}: JAX finds no such cluster around this process.")
+        if found[1] is not None:
+            if all(x is None for x in given):
+                way = "the cluster"
+            given = [theirs if own is None else own for own, theirs in zip(given, found, strict=True)]
+    if all(x is None for x in given) or (given[1] == 1 and given[2] in (None, 0)):
+        return None
+    missing = [f"{f} (or {' or '.join(v)})" for f, v, x in zip(_FLAGS, _VARIABLES, given, strict=True) if x is None]
+    if missing:
+        had = [f"{s} = {x}" for s, x in zip(sources, given, strict=True) if x is not None]
+        raise ConfigError(
+            f"{_FLAGS[0]}, {_FLAGS[1]} and {_FLAGS[2]} go together: give all three. Given: {', '.join(had)}; missing: "
+            f"{', '.join(missing)}."
+        )
+    return _checked(Place(str(given[0]), given[1], given[2], way, ids), sources)
+
+
+def _whole_number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"the environment variable {name} = {text!r} is not a whole number.") from None
+
+
+def _detected(detect: Callable[..., tuple[Any, ...]], detection: str, timeout: int) -> tuple[Any, ...]:
+    try:
+        return detect(None if detection == "auto" else detection, timeout)
+    except Exception as e:  # whatever a scheduler's interface may raise
+        raise ConfigError(
+            f"this process seems to run on a cluster, but asking it for the other processes failed: {e}. Give "
+            f"{', '.join(_FLAGS)}, or --cluster_detection=off to run alone."
+        ) from e
+
+
+def _checked(place: Place, sources: list[str]) -> Place:
+    host, _, port = place.address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{sources[0]} = {place.address!r}: write HOST:PORT of process 0, such as 10.0.0.1:8476.")
+    if place.count < 1:
+        raise ConfigError(f"{sources[1]} = {place.count}: there is at least one process.")
+    if not 0 <= place.index < place.count:
+        raise ConfigError(
+            f"{sources[2]} = {place.index} with {sources[1]} = {place.count}: indices go from 0 to {place.count - 1}."
+        )
+    return place
