@@ -1,0 +1,203 @@
+"""The train step of a Gin configuration, compiled for devices that need not be there.
+
+    devices = tpu_devices("v5e:4x4")
+    trainer, spec = build(["models/150m.gin", "runs/pretrain.gin", "meshes/fsdp.gin"], bindings, devices)
+    compiled = compile_step(trainer, spec)
+    print(report(compiled, trainer.partitioner.mesh).cycles)
+
+It is the step that `perex_t5x.train` would run there, to the letter. No data is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import gin
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from perex_t5x import console, gin_utils
+from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.preflight.chips import Chip, chip_of
+from perex_t5x.preflight.hlo import Collective, Program
+
+if TYPE_CHECKING:
+    from perex_t5x.trainer import Trainer
+
+# Macros of a run that its step does not depend on: they need not be given.
+_FREE_MACROS = {
+    "MODEL_DIR": "'preflight'",
+    "TRAIN_STEPS": "1",
+    "MIXTURE_OR_TASK_NAME": "'preflight'",
+    "INITIAL_CHECKPOINT_PATH": "'preflight'",
+}
+
+
+class _Devices(list):
+    """Gin copies what is bound to an argument; devices stay the same ones."""
+
+    def __deepcopy__(self, memo: Any) -> _Devices:
+        return self
+
+
+def parse_gin(files: Sequence[str], bindings: Sequence[str] = (), search_paths: Sequence[str] = ()) -> None:
+    """Parses a run's Gin files and bindings, filling in what the step does not depend on, such as MODEL_DIR.
+
+    What was parsed before is forgotten.
+    """
+    gin.clear_config()
+    try:
+        gin_utils.parse_gin_flags(search_paths, files, bindings)
+    except ConfigError as e:
+        missing = re.match(r"required but not given: ([\w, ]+)\.", str(e))
+        free = [name for name in missing[1].split(", ") if name in _FREE_MACROS] if missing else []
+        if not free:
+            raise
+        filled = [f"{name} = {_FREE_MACROS[name]}" for name in free]
+        gin_utils.parse_gin_flags(search_paths, files, [*bindings, *filled])
+
+
+def topology_macro() -> tuple[str | None, int]:
+    """(TOPOLOGY, NUM_SLICES) of the parsed Gin files; (None, 1) where a file names none."""
+    found = []
+    for name, default in (("TOPOLOGY", None), ("NUM_SLICES", 1)):
+        try:
+            found.append(gin.query_parameter(f"%{name}"))
+        except ValueError:
+            found.append(default)
+    return found[0], found[1]
+
+
+def build_parsed(devices: Sequence[Any]) -> tuple[Trainer, dict[str, jax.ShapeDtypeStruct]]:
+    """The trainer of the parsed Gin configuration on these devices, and shapes and dtypes of its global batch."""
+    from perex_t5x import train as train_script
+
+    try:
+        with gin.unlock_config():
+            gin.bind_parameter("perex_t5x.partitioning.PjitPartitioner.devices", _Devices(devices))
+    except ValueError as e:
+        raise ConfigError("the gin files use no perex_t5x.partitioning.PjitPartitioner, which preflight needs.") from e
+    arguments = gin.get_bindings(train_script.train)
+    missing = [name for name in ("model", "partitioner", "trainer_cls", "train_dataset_cfg") if name not in arguments]
+    if missing:
+        raise ConfigError(
+            f"the gin files bind no {missing[0]} on perex_t5x.train.train: give those of a training, such as "
+            "--gin_file=models/150m.gin --gin_file=runs/pretrain.gin."
+        )
+    model, partitioner = arguments["model"], arguments["partitioner"]
+    trainer = arguments["trainer_cls"](model=model, partitioner=partitioner)
+    trainer.check_batch_size(arguments["train_dataset_cfg"].batch_size)
+    partitioner.check_model(model.sharded_dimensions())
+    return trainer, _batch_spec(arguments["train_dataset_cfg"], model.FEATURE_CONVERTER_CLS())
+
+
+def build(
+    files: Sequence[str], bindings: Sequence[str], devices: Sequence[Any]
+) -> tuple[Trainer, dict[str, jax.ShapeDtypeStruct]]:
+    """`parse_gin`, then `build_parsed`."""
+    parse_gin(files, bindings)
+    return build_parsed(devices)
+
+
+def _batch_spec(cfg: Any, converter_cls: type) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the global batch from the lengths alone: the task need not be known here."""
+    if not cfg.task_feature_lengths:
+        raise ConfigError(
+            "TASK_FEATURE_LENGTHS is needed to know the shapes, such as --gin.TASK_FEATURE_LENGTHS=\"{'targets': 1024}\"."
+        )
+    missing = sorted(set(converter_cls.TASK_FEATURES) - set(cfg.task_feature_lengths))
+    if missing:
+        given = dict(cfg.task_feature_lengths)
+        raise ConfigError(f"TASK_FEATURE_LENGTHS = {given}: the model also needs {', '.join(missing)}.")
+    converter = converter_cls(pack=cfg.pack)
+    dtypes = {name: feature.dtype for name, feature in converter.MODEL_FEATURES.items()}
+    if converter.pack:
+        dtypes.update(converter.PACKING_FEATURE_DTYPES)
+    lengths = converter.get_model_feature_lengths(dict(cfg.task_feature_lengths))
+    return {
+        name: jax.ShapeDtypeStruct((cfg.batch_size, length), np.dtype(dtypes[name].as_numpy_dtype))
+        for name, length in sorted(lengths.items())
+    }
+
+
+def compile_step(trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
+    """Compiles the trainer's step for the devices of its mesh, and returns JAX's compiled program.
+
+    Raises `ConfigError` with the compiler's account where the step does not fit into the memory of a chip.
+    """
+    shapes, shardings, _ = trainer.abstract_state({name: spec.shape for name, spec in batch_spec.items()})
+    try:
+        with console.native_noise_hidden():
+            return trainer.compiled_step(shapes, shardings, batch_spec)
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        account = str(e).partition("RESOURCE_EXHAUSTED:")[2].strip().splitlines()[0]
+        raise ConfigError(
+            f"the step does not fit on this topology: {account} Try more Trainer.num_microbatches, a smaller "
+            "Trainer.microbatch_size, meshes/fsdp.gin, or a larger slice."
+        ) from e
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one device needs for a step, in bytes and cycles.
+
+    Attributes:
+      argument_bytes: state and batch.
+      output_bytes: the new state and the metrics; all but `alias_bytes` of it beside the old one.
+      alias_bytes: outputs that take the place of arguments.
+      temp_bytes: everything in between: activations, gradients, statistics, gathered parameters.
+      code_bytes: the program itself.
+      cycles: the compiler's estimate, without collectives and the instructions in `unestimated`; 0 for a CPU.
+      collectives: one entry for each in the program, with executions a step.
+      unestimated: names of instructions that take time of which the compiler says nothing.
+      chip: of the devices; None for a CPU.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    code_bytes: int
+    cycles: int
+    collectives: tuple[Collective, ...]
+    unestimated: tuple[str, ...]
+    chip: Chip | None
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that is in a device's memory at the same time."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+
+    @property
+    def seconds(self) -> float | None:
+        """`cycles` at the chip's clock."""
+        return self.cycles / self.chip.clock_hz if self.chip else None
+
+
+def report(compiled: Any, mesh: Mesh) -> StepReport:
+    """Reads a compiled program."""
+    memory = compiled.memory_analysis()
+    try:
+        program = Program(compiled.as_text())
+    except jax.errors.JaxRuntimeError as e:
+        raise TrainingError(
+            f"the step compiles, but jaxlib {jax.lib.__version__} cannot print what the compiler has made of it: {e} "
+            "Try another version of libtpu."
+        ) from e
+    return StepReport(
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        code_bytes=memory.generated_code_size_in_bytes,
+        cycles=program.cycles(),
+        collectives=tuple(program.collectives(mesh)),
+        unestimated=tuple(e.instruction.name for e in program.unestimated()),
+        chip=chip_of(mesh.devices.flat[0]),
+    )

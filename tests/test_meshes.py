@@ -1,0 +1,97 @@
+"""The shipped mesh files: what is split over what, and that they train."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from perex_t5x import gin_utils
+from perex_t5x.preflight import step, topology
+from tests import tiny
+
+FILES = ("models/tiny.gin", "runs/pretrain.gin")
+GENERAL = {  # on 8 devices: mesh, and how an MLP's first kernel (embed, mlp) is split
+    "dp": ((1, 8, 1), P(None, None, "model")),
+    "fsdp": ((1, 8, 1), P("data", None, "model")),
+    "tp": ((1, 4, 2), P(None, None, "model")),
+    "fsdp_tp": ((1, 4, 2), P("data", None, "model")),
+    "multislice": ((2, 4, 1), P("data", None, "model")),
+}
+SHIPPED = {p.stem: p for p in sorted((Path(gin_utils.shipped_gin_dir()) / "meshes").glob("*.gin"))}
+PODS = [name for name in SHIPPED if name not in GENERAL]
+needs_libtpu = pytest.mark.skipif(not topology.has_libtpu(), reason="libtpu is not installed (extra 'tpu')")
+
+
+def build(name, devices, *bindings):
+    return step.build([*FILES, f"meshes/{name}.gin"], [*tiny.BINDINGS, *bindings], devices)
+
+
+def test_all_are_here():
+    assert set(GENERAL) <= set(SHIPPED)
+    assert {"v5e_16", "v5e_256", "v5p_128", "v6e_256", "v4_128"} <= set(PODS)
+
+
+@pytest.mark.parametrize("name", list(GENERAL))
+def test_general_meshes(name):
+    shape, kernel = GENERAL[name]
+    trainer, spec = build(name, jax.devices())
+    assert tuple(trainer.partitioner.mesh.shape.values()) == shape
+    _, shardings, _ = trainer.abstract_state({k: s.shape for k, s in spec.items()})
+    wi = next(
+        s for path, s in jax.tree_util.tree_leaves_with_path(shardings.params) if "wi_0" in jax.tree_util.keystr(path)
+    )
+    wanted = [axis for axis in kernel if axis in ("data", "model")]
+    found = [axis for axis in wi.spec if axis is not None]
+    assert found == wanted
+    moments = [s for s in jax.tree.leaves(shardings.opt_state) if s == wi]
+    assert len(moments) >= 2  # Adam's two lie where the parameter lies
+
+
+@pytest.mark.parametrize("name", list(GENERAL))
+def test_general_meshes_train(name, tmp_path):
+    last, state = tiny.train(tmp_path, "TRAIN_STEPS = 1", files=(*FILES, f"meshes/{name}.gin"))
+    assert last == 1
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(state.params)))
+    assert np.isfinite(tiny.losses(tmp_path)[1])
+
+
+def test_macros_change_the_mesh():
+    trainer, _ = build("tp", jax.devices(), "MODEL_PARALLEL = 4")
+    assert tuple(trainer.partitioner.mesh.shape.values()) == (1, 2, 4)
+    trainer, _ = build("multislice", jax.devices(), "NUM_SLICES = 4", "MODEL_PARALLEL = 2", "PARAMETER_DIMS = 1")
+    assert tuple(trainer.partitioner.mesh.shape.values()) == (4, 1, 2)
+    assert ("embed", "data") not in trainer.partitioner.logical_axis_rules
+
+
+def pod(name, *bindings):
+    """The trainer of a tiny run on a pod, one example for each chip, and its batch."""
+    step.parse_gin([*FILES, f"meshes/{name}.gin"], [*tiny.BINDINGS, *bindings])
+    devices = topology.tpu_devices(*step.topology_macro())
+    return build(name, devices, f"BATCH_SIZE = {len(devices)}", *bindings)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", PODS)
+def test_pods(name):
+    step.parse_gin([*FILES, f"meshes/{name}.gin"], tiny.BINDINGS)
+    named, _ = step.topology_macro()
+    assert topology.canonical_topology(name.replace("_", "-")) == named  # the file is called what the cloud calls it
+    trainer, _ = pod(name)
+    chips = topology.num_chips(named)
+    assert tuple(trainer.partitioner.mesh.shape.values()) == (1, chips, 1)
+    assert f"{chips} chips" in SHIPPED[name].read_text()
+    trainer, _ = pod(name, "MODEL_PARALLEL = 4")
+    assert tuple(trainer.partitioner.mesh.shape.values()) == (1, chips // 4, 4)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PODS)
+def test_pods_compile(name):
+    trainer, spec = pod(name, "models.T5Config.emb_dim = 256", "models.T5Config.mlp_dim = 256")
+    found = step.report(step.compile_step(trainer, spec), trainer.partitioner.mesh)
+    assert found.cycles > 0
+    assert any(c.axes == ("data",) and c.network == "ICI" for c in found.collectives)
+    assert found.peak_bytes < found.chip.hbm_bytes
