@@ -285,6 +285,11 @@ class PjitPartitioner:
                     raise ConfigError(
                         f"PjitPartitioner.logical_axis_rules maps {name!r} to {axis!r}; the mesh axes are {MESH_AXES}."
                     )
+                if name == "layers" and axis in DATA_AXES:
+                    raise ConfigError(
+                        f"PjitPartitioner.logical_axis_rules maps 'layers' to {axis!r}: every device runs every layer. "
+                        "Shard 'embed' over 'data' instead (standard_logical_axis_rules.parameter_partitioning_dims = 2)."
+                    )
         self.mesh = _make_mesh(
             num_partitions,
             model_parallel_submesh,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from perex_t5x.trainer import Trainer, TrainState
 
 NON_FINITE = ("keep", "skip")
+TRANSPORT_DTYPES = (None, "bfloat16", "float16")
 
 
 def check_arguments(trainer: Trainer) -> None:
@@ -25,6 +26,11 @@ def check_arguments(trainer: Trainer) -> None:
     size = trainer.microbatch_size
     if size not in (None, "auto") and not _is_positive_int(size):
         raise ConfigError(f"Trainer.microbatch_size = {size!r}: must be None, 'auto' or at least 1.")
+    if trainer.transport_dtype not in TRANSPORT_DTYPES:
+        raise ConfigError(
+            f"Trainer.transport_dtype = {trainer.transport_dtype!r}: must be None or one of "
+            f"{', '.join(repr(d) for d in TRANSPORT_DTYPES if d)}."
+        )
     if not _is_positive_int(trainer.group_size):
         raise ConfigError(f"Trainer.group_size = {trainer.group_size!r}: must be at least 1.")
     clip = trainer.clip_norm
