@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -165,21 +165,31 @@ def gather(
         return part.astype(dtype)
     partitioner = _regions.stack[-1][0]
     spec, _ = partitioner.parameter_spec(names, shape)
-    spec = only_axes(spec, partitioner.batch_axes)
-    return gather_by_spec(part, spec, dtype, sent_as, partitioner.scatter_stages)
+    manual, automatic = partitioner.divided(spec)
+    return gather_by_spec(part, manual, dtype, sent_as, partitioner.scatter_stages, automatic)
 
 
 def gather_by_spec(
-    part: jax.Array, spec: PartitionSpec, dtype: Any, sent_as: Any = None, stages: Mapping[str, tuple[int, ...]] = _NONE
+    part: jax.Array,
+    spec: PartitionSpec,
+    dtype: Any,
+    sent_as: Any = None,
+    stages: Mapping[str, tuple[int, ...]] = _NONE,
+    automatic: PartitionSpec | None = None,
 ) -> jax.Array:
-    """`gather` for a parameter of which devices have the parts that `spec` says, of manual axes alone.
+    """`gather` for a parameter whose sharding is known.
 
-    `stages` are `PjitPartitioner.scatter_stages`.
+    Args:
+      part, dtype, sent_as: as in `gather`.
+      spec: over manual axes alone: of what devices have parts.
+      stages: `PjitPartitioner.scatter_stages`.
+      automatic: its sharding over the other axes.
     """
     sharded = tuple((i, axes) for i, axes in enumerate(spec) if axes)
     if not sharded:
         return part.astype(dtype)
-    return _gathered(part, sharded, tuple(stages.items()), jnp.dtype(dtype), jnp.dtype(sent_as or dtype), part.dtype)
+    how = (sharded, tuple(stages.items()), automatic, jnp.dtype(dtype), jnp.dtype(sent_as or dtype), part.dtype)
+    return _gathered(part, *how)
 
 
 def only_axes(spec: PartitionSpec, wanted: Sequence[str]) -> PartitionSpec:
@@ -196,12 +206,26 @@ def only_axes(spec: PartitionSpec, wanted: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*map(only, spec))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
-def _gathered(part: jax.Array, sharded: tuple, stages: tuple, dtype: Any, sent_as: Any, own_dtype: Any) -> jax.Array:
-    x = part.astype(sent_as)
-    for i, axes in sharded:
-        x = jax.lax.all_gather(x, axes, axis=i, tiled=True)
-    return x.astype(dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5, 6))
+def _gathered(
+    part: jax.Array, sharded: tuple, stages: tuple, automatic: Any, dtype: Any, sent_as: Any, own_dtype: Any
+) -> jax.Array:
+    def gather(x: jax.Array) -> jax.Array:
+        for i, axes in sharded:
+            x = jax.lax.all_gather(x, axes, axis=i, tiled=True)
+        return x
+
+    return _on_parts(gather, automatic)(part.astype(sent_as)).astype(dtype)
+
+
+def _on_parts(
+    function: Callable[[jax.Array], jax.Array], spec: PartitionSpec | None
+) -> Callable[[jax.Array], jax.Array]:
+    """The function with further axes manual: XLA would make its collectives' operands whole along automatic ones."""
+    names = {a for axes in spec or () for a in ((axes,) if isinstance(axes, str) else axes or ())}
+    if not names:
+        return function
+    return jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False)
 
 
 def _gathered_forward(part: jax.Array, *how: Any) -> tuple[jax.Array, None]:
@@ -209,13 +233,24 @@ def _gathered_forward(part: jax.Array, *how: Any) -> tuple[jax.Array, None]:
 
 
 def _gathered_backward(
-    sharded: tuple, stages: tuple, dtype: Any, sent_as: Any, own_dtype: Any, _: None, whole: jax.Array
+    sharded: tuple,
+    stages: tuple,
+    automatic: Any,
+    dtype: Any,
+    sent_as: Any,
+    own_dtype: Any,
+    _: None,
+    whole: jax.Array,
 ) -> tuple[jax.Array]:
-    x = whole.astype(own_dtype)
-    for i, axes in reversed(sharded):
-        one = isinstance(axes, str)
-        x = collectives.scatter_over(x, (axes,) if one else axes, i, stages=dict(stages).get(axes, ()) if one else ())
-    return (x,)
+    def scatter(x: jax.Array) -> jax.Array:
+        for i, axes in reversed(sharded):
+            one = isinstance(axes, str)
+            x = collectives.scatter_over(
+                x, (axes,) if one else axes, i, stages=dict(stages).get(axes, ()) if one else ()
+            )
+        return x
+
+    return (_on_parts(scatter, automatic)(whole.astype(own_dtype)),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
@@ -223,7 +258,7 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     """A policy for `jax.checkpoint`: parameters are gathered again in the backward pass, the rest is kept."""
-    return primitive.name != "all_gather"
+    return primitive.name not in ("all_gather", "shard_map")
 
 
 def _mesh_shape(
@@ -307,6 +342,11 @@ class PjitPartitioner:
     def batch_axes(self) -> tuple[str, ...]:
         """The data axes that divide the batch: those with more than one device."""
         return tuple(a for a in DATA_AXES if self.mesh.shape[a] > 1)
+
+    def divided(self, spec: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
+        """A parameter's sharding over the axes that divide the batch, and over the others; axes of one device left out."""
+        others = [a for a in MESH_AXES if self.mesh.shape[a] > 1 and a not in self.batch_axes]
+        return only_axes(spec, self.batch_axes), only_axes(spec, others)
 
     @functools.cached_property
     def scatter_stages(self) -> Mapping[str, tuple[int, ...]]:

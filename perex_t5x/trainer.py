@@ -208,6 +208,7 @@ class Trainer:
             parameters=parameters,
             data_axes=self.partitioner.batch_axes,
             transport_dtype=self.transport_dtype,
+            shardings=places.automatic(),
             **options,
         )
         on_device = functools.partial(
@@ -279,7 +280,7 @@ class Trainer:
         if self._params_places is None:
             key = jax.eval_shape(lambda: jax.random.key(0))
             boxed = jax.eval_shape(lambda k: self.model.get_initial_variables(k, shapes)["params"], key)
-            self._params_places = Places.of(self.partitioner, self.partitioner.params_shardings(boxed))
+            self._params_places = Places(self.partitioner, self.partitioner.params_shardings(boxed))
         return self._params_places
 
     _params_places: Places | None = None
@@ -315,7 +316,7 @@ class Trainer:
         shapes = jax.eval_shape(lambda k: self.init_state(k, input_shapes), key)
         trainer_checks.check_statistics(self, shapes, next(iter(input_shapes.values()))[0])
         params_shardings = self.partitioner.params_shardings(boxed)
-        self._params_places = Places.of(self.partitioner, params_shardings)
+        self._params_places = Places(self.partitioner, params_shardings)
         replicated = self.partitioner.replicated
         shardings = TrainState(
             step=replicated,

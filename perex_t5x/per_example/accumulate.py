@@ -83,7 +83,7 @@ def _chunk(call: Call, inputs: Inputs, initial: Any) -> tuple[dict[str, Any], An
     units = inputs.indices_Mxb.shape[0]
     unit_weights = None if inputs.weights_Mxb is None else jnp.mean(inputs.weights_Mxb, axis=1)
     mesh = {"varying": call.varying, "devices": call.devices, "data_axes": options.data_axes}
-    mesh["transport"] = options.transport
+    mesh |= {"transport": options.transport, "places": call.places, "parts": call.parts}
     norms, scales, first = None, None, None
     if options.passes == 2:
         reducer = Reducer((), units, None, None, True, **mesh)
@@ -156,8 +156,8 @@ def finish(call: Call, sums: dict[str, Any], per_unit: Any, account: Account) ->
     centered = None
     if call.inputs.shift is not None:
         centered = {name: averages[name] for name in SHIFTABLE if name in averages}
-        averages.update(unshifted(centered, call.inputs.shift))
-        centered = call.selected.trees({**centered, "shift": call.inputs.shift})
+        averages.update(unshifted(centered, call.shift))
+        centered = call.selected.trees({**centered, "shift": call.shift})
     every = options.non_finite != "skip" and call.inputs.weights_Mxb is None
     num_groups, count = sums["units"], sums["examples"]
     if every:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from perex_t5x.per_example.placement import Placement
+
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
@@ -145,6 +147,17 @@ class Selected:
                 given = "nothing" if x is None else f"shape {jnp.shape(x)}"
                 raise ValueError(f"{what} has {given} for parameter {name} of shape {shape}.")
         return chosen
+
+    def places(self, shardings: Any) -> list[Placement | None]:
+        """Of the selected leaves, from a tree like the parameters; Nones without one."""
+        if shardings is None:
+            return [None] * len(self.names)
+        try:
+            every = self.tree.flatten_up_to(shardings)
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"shardings does not have the parameters' structure: {e}") from e
+        chosen = [s for s, c in zip(every, self.chosen, strict=True) if c]
+        return [Placement.of(s, len(shape)) for s, shape in zip(chosen, self.shapes, strict=True)]
 
 
 def _tuple(x: int | Sequence[int]) -> tuple[int, ...]:

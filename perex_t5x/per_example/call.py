@@ -12,6 +12,7 @@ import numpy as np
 
 from perex_t5x.per_example import jaxprs, manual, microbatch
 from perex_t5x.per_example.arguments import Roles, Selected, check_divides, num_examples
+from perex_t5x.per_example.placement import Placement
 from perex_t5x.per_example.statistic import SHIFTABLE, Statistic
 
 
@@ -33,6 +34,7 @@ class Options:
     strict: bool
     data_axes: tuple[str, ...] = ()
     transport: Any = None
+    shardings: Any = None
 
     @property
     def passes(self) -> int:
@@ -65,6 +67,9 @@ class Call:
     inputs: Inputs
     varying: frozenset[str]  # mesh axes, see `forms.Reducer`
     devices: frozenset[str]
+    shift: list[Any] | None  # as it was given
+    places: list[Placement | None]  # of the selected parameters
+    parts: list[tuple[str, ...] | None]
 
     @classmethod
     def make(
@@ -101,8 +106,15 @@ class Call:
             raise ValueError(f"shift needs the statistics {' and '.join(SHIFTABLE)}: ask for both.")
         devices = frozenset(options.data_axes) or manual.varying_axes(inputs.batch) or frozenset(manual.manual_axes())
         varying = manual.varying_axes(inputs)
-        inputs = manual.vary(inputs, varying)
-        return cls(loss_fn, options, selected, len(arguments), count, micro, inputs, varying, devices)
+        parts: list[tuple[str, ...] | None] = [None] * len(inputs.differentiated)
+        if varying:
+            differs = [manual.varying_axes(x) for x in inputs.differentiated]
+            parts = [tuple(a for a in options.data_axes if a in axes) for axes in differs]
+        given, inputs = inputs.shift, manual.vary(inputs, varying)
+        places = selected.places(options.shardings)
+        return cls(
+            loss_fn, options, selected, len(arguments), count, micro, inputs, varying, devices, given, places, parts
+        )
 
     @property
     def num_devices(self) -> int:

@@ -25,7 +25,7 @@ def reduce_at(reducer: Reducer, site: Site) -> Reduced:
 
 def _in_first_form(reducer: Reducer, site: Site) -> Reduced:
     if not any(site.batched):
-        return reducer.shared(site.gradient(*site.leaves), site.initial, site.shift)
+        return reducer.shared(site.gradient(*site.leaves), site.initial, site.shift, site.parts)
     if reducer.unit == "token" and (reduced := tokens.per_token(reducer, site)):
         return reduced
     for form in FORMS:

@@ -12,6 +12,7 @@ from jax.extend import core
 
 from perex_t5x.per_example import jaxprs
 from perex_t5x.per_example.forms import Pre, Reduced, Reducer, Site, at_least_f32, over_examples
+from perex_t5x.per_example.placement import Placement, place
 
 # On a CPU a tile of the gradient and of its sums should stay in the cache while the examples pass by.
 CPU_TILE_BYTES = 512 * 1024
@@ -25,14 +26,15 @@ class Product:
     left: jax.Array  # [N, ...]
     right: jax.Array
     pre: Pre
+    place: Placement | None = None
 
     @classmethod
-    def of(cls, eqn: core.JaxprEqn, site: Site, pre: Pre) -> Product | None:
+    def of(cls, eqn: core.JaxprEqn, site: Site, pre: Pre, place: Placement | None) -> Product | None:
         (_, _), (batch_l, batch_r) = eqn.params["dimension_numbers"]
         if batch_l or batch_r or not site.is_batched(*eqn.invars):
             return None
         left, right = eqn.invars
-        return cls(eqn, site.value(left)[0], site.value(right)[0], pre)
+        return cls(eqn, site.value(left)[0], site.value(right)[0], pre, place)
 
     @property
     def contracted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -58,6 +60,16 @@ class Product:
         zero = jax.ShapeDtypeStruct((), self.eqn.outvars[0].aval.dtype)
         return jax.eval_shape(lambda x: at_least_f32(self.pre(x)), zero).dtype
 
+    def placed(self) -> tuple[jax.Array, jax.Array]:
+        """The operands where the product needs them, once for all examples."""
+        if self.place is None:
+            return self.left, self.right
+        axes, operands = iter(self.place.axes), []
+        for x, contracted in zip((self.left, self.right), self.contracted, strict=True):
+            mine = (None, *(None if i in contracted else next(axes) for i in range(x.ndim - 1)))
+            operands.append(dataclasses.replace(self.place, axes=mine)(x))
+        return operands[0], operands[1]
+
     @property
     def has_wide_range(self) -> bool:
         """Whether the product overflows no sooner than float32 does, so that other forms of it may be computed in that."""
@@ -66,7 +78,7 @@ class Product:
 
     def of_one(self, left: jax.Array, right: jax.Array) -> jax.Array:
         """One example's gradient, from its operands."""
-        return at_least_f32(self.pre(jaxprs.bind(self.eqn, [left, right])[0]))
+        return place(at_least_f32(self.pre(jaxprs.bind(self.eqn, [left, right])[0])), self.place)
 
     def matrices(self) -> tuple[jax.Array, jax.Array]:
         """S_NxTxI and R_NxTxJ with g_n = reshape(S_nᵀ R_n)."""
@@ -80,7 +92,7 @@ class Product:
 
 def _product(site: Site) -> Product | None:
     eqn = site.single("dot_general")
-    return None if eqn is None else Product.of(eqn, site, site.pre)
+    return None if eqn is None else Product.of(eqn, site, site.pre, site.place)
 
 
 def one_product_at_a_time(reducer: Reducer, site: Site) -> Reduced | None:
@@ -91,10 +103,10 @@ def one_product_at_a_time(reducer: Reducer, site: Site) -> Reduced | None:
 def reduce_product(reducer: Reducer, product: Product, initial: Any, shift: jax.Array | None) -> Reduced:
     """A loop over examples; on a CPU, within a loop over tiles of a large gradient."""
     dtype = product.dtype
-    begin = reducer.begin(initial, product.shape, dtype)
+    begin = reducer.begin(initial, product.shape, dtype, product.place)
     which, axis, out_axis, tile = _tiling(product, dtype)
-    arguments = (begin, product.left, product.right, reducer.weights_N, reducer.scales_N, shift)
-    if tile >= product.shape[out_axis]:
+    arguments = (begin, *product.placed(), reducer.weights_N, reducer.scales_N, shift)
+    if tile >= product.shape[out_axis] or product.place is not None:  # devices have tiles of their own
         sums, squares = _whole(reducer, product, *arguments)
     else:
 

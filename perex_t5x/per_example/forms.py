@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from perex_t5x.per_example import jaxprs, manual
+from perex_t5x.per_example.placement import Placement, place
 from perex_t5x.per_example.plan import Producer
 from perex_t5x.per_example.statistic import SHIFTABLE, Statistic
 
@@ -72,6 +73,8 @@ class Site:
       pre: casts, signs and factors to apply before φ; linear.
       initial: sums to add to, as `Reduced.raw`; None: zeros.
       shift: for the shifted statistics, φ(g − shift); like the gradient as it is produced. None: no shift.
+      place: where the gradient and its sums lie; None: wherever the compiler puts them.
+      parts: see `Reducer`.
     """
 
     node: Producer
@@ -80,6 +83,8 @@ class Site:
     pre: Pre
     initial: Any = None
     shift: jax.Array | None = None
+    place: Placement | None = None
+    parts: tuple[str, ...] | None = None
 
     def gradient(self, *leaves: Any) -> jax.Array:
         """One example's gradient, from its leaves."""
@@ -87,7 +92,7 @@ class Site:
         for eqn in self.node.eqns:
             outs = jaxprs.bind(eqn, [v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
-        return at_least_f32(self.pre(env[self.node.root]))
+        return place(at_least_f32(self.pre(env[self.node.root])), self.place)
 
     def value(self, v: core.Var) -> tuple[Any, bool]:
         i = self.node.leaves.index(v)
@@ -122,6 +127,8 @@ class Reducer:
       devices: mesh axes over which devices have examples of their own: the loss may not communicate over them.
       data_axes: those of them over which statistics are wanted of all devices' examples.
       transport: dtype in which sums travel between devices; None: their own.
+      places: of each parameter, where its sums lie; None: wherever the compiler puts them.
+      parts: of each parameter, the data axes over which devices have different parts of it; None: not known.
     """
 
     statistics: Sequence[Statistic]
@@ -134,6 +141,8 @@ class Reducer:
     devices: frozenset[str] = frozenset()
     data_axes: tuple[str, ...] = ()
     transport: Any = None
+    places: Sequence[Placement | None] = ()
+    parts: Sequence[tuple[str, ...] | None] = ()
 
     # --- pieces -------------------------------------------------------------------------------------------------------
 
@@ -162,12 +171,12 @@ class Reducer:
             for total, s in zip(sums, self.statistics, strict=True)
         ]
 
-    def begin(self, initial: Any, shape: Sequence[int], dtype: Any) -> list[jax.Array]:
+    def begin(self, initial: Any, shape: Sequence[int], dtype: Any, where: Placement | None = None) -> list[jax.Array]:
         """The sums to start from: `initial`, or zeros of φ's dtype."""
         if initial is not None:
             return list(initial)
         g = jax.ShapeDtypeStruct(tuple(shape), dtype)
-        return [self.zeros(g.shape, jax.eval_shape(s.fn, g).dtype) for s in self.statistics]
+        return [place(self.zeros(g.shape, jax.eval_shape(s.fn, g).dtype), where) for s in self.statistics]
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         return manual.vary(jnp.zeros(shape, dtype), self.varying)
@@ -190,33 +199,40 @@ class Reducer:
         squares = jnp.sum(jnp.square(g_Nx), axis=tuple(range(1, g_Nx.ndim))) if self.norms else None
         return Reduced(plus(initial, sums), squares, form, g_Nx.size * g_Nx.dtype.itemsize, note)
 
-    def shared(self, g: jax.Array, initial: Any = None, shift: jax.Array | None = None) -> Reduced:
+    def shared(
+        self,
+        g: jax.Array,
+        initial: Any = None,
+        shift: jax.Array | None = None,
+        parts: tuple[str, ...] | None = None,
+    ) -> Reduced:
         """The same gradient for every example: an unused parameter's zeros, a regulariser's.
 
-        All devices' examples are counted here: a device that has a part of the parameter alone sums this part.
+        Where devices have different `parts` of the parameter, each counts all devices' examples for its own.
         """
         g = at_least_f32(g)
         squares = jaxprs.for_all(jnp.sum(jnp.square(g)), self.num_examples) if self.norms else None
-        every = self._of_all_devices()
+        axes = self.data_axes if parts is None else parts
+        every = self._of_all_devices(axes)
         if self.scales_N is None:
             sums = [every.total_weight(g.dtype) * self.phi(s, g, None, shift) for s in self.statistics]
-            return Reduced(plus(initial, sums), squares, "shared", 0, over=self.data_axes)
+            return Reduced(plus(initial, sums), squares, "shared", 0, over=axes)
 
         def step(sums: list[jax.Array], x: Any) -> tuple[list[jax.Array], None]:
             return self.added(sums, g, *x, shift), None
 
         begin = self.begin(initial, g.shape, g.dtype)
         sums, _ = jax.lax.scan(step, begin, (every.weights_N, every.scales_N), length=every.num_examples)
-        return Reduced(sums, squares, "shared", 0, over=self.data_axes)
+        return Reduced(sums, squares, "shared", 0, over=axes)
 
-    def _of_all_devices(self) -> Reducer:
-        """The same with the numbers of all devices' examples."""
-        if not self.data_axes:
+    def _of_all_devices(self, axes: tuple[str, ...]) -> Reducer:
+        """The same with the numbers of all devices' examples along these axes."""
+        if not axes:
             return self
-        gather = lambda x: None if x is None else jax.lax.all_gather(x, self.data_axes, tiled=True)  # noqa: E731
+        gather = lambda x: None if x is None else jax.lax.all_gather(x, axes, tiled=True)  # noqa: E731
         return dataclasses.replace(
             self,
-            num_examples=self.num_examples * manual.num_devices(self.data_axes),
+            num_examples=self.num_examples * manual.num_devices(axes),
             weights_N=gather(self.weights_N),
             scales_N=gather(self.scales_N),
         )
@@ -235,7 +251,7 @@ class Reducer:
             return self.added(sums, g, weight, scale, site.shift), jnp.sum(jnp.square(g)) if self.norms else None
 
         g = jax.eval_shape(gradient, [jaxprs.struct(jax.typeof(x), x.shape[1:]) for x in rows])
-        begin = self.begin(site.initial, g.shape, g.dtype)
+        begin = self.begin(site.initial, g.shape, g.dtype, site.place)
         sums, squares = over_examples(step, begin, (rows, self.weights_N, self.scales_N), self.num_examples)
         return Reduced(sums, squares, "one at a time", math.prod(g.shape) * g.dtype.itemsize)
 

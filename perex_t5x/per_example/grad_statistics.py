@@ -45,6 +45,7 @@ def grad_statistics(
     strict: bool = False,
     data_axes: str | Sequence[str] = (),
     transport_dtype: Any = None,
+    shardings: Any = None,
 ) -> Compute:
     """Returns `compute(params, batch, ..., weights=None) -> (GradStatistics, PerExample)`.
 
@@ -78,6 +79,9 @@ def grad_statistics(
         a gathered one are those of this device's part. Without it they are of this device's examples.
       transport_dtype: dtype in which sums travel between devices, such as jnp.bfloat16; they are added in their own. None:
         their own.
+      shardings: a tree like the parameters, of `PartitionSpec` (inside `shard_map`, over its automatic axes) or
+        `NamedSharding`: where the sums are computed and kept. With tensor parallelism that is where the parameters are;
+        without it the compiler may let every device compute all of them. Changes no number beyond rounding.
 
     >>> import jax.numpy as jnp
     >>> loss = lambda w, x: jnp.sum((x @ w) ** 2)
@@ -115,6 +119,7 @@ def grad_statistics(
         strict=strict,
         data_axes=(data_axes,) if isinstance(data_axes, str) else tuple(data_axes),
         transport=None if transport_dtype is None else _float_dtype(transport_dtype),
+        shardings=shardings,
     )
     if unit == "token":
         _check_token_options(options)

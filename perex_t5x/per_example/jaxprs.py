@@ -56,7 +56,9 @@ def bind_batched(
     in_axes = tuple(0 if b else None for b in batched)
     flags = flow(eqn, batched)
     out_axes = tuple(0 if f else None for f in flags)
-    return jax.vmap(lambda *x: tuple(bind(eqn, x)), in_axes=in_axes, out_axes=out_axes)(*arguments), flags
+    # No mesh axis for the examples: a sharding constraint would leave it to the compiler to find one.
+    over_examples = jax.vmap(lambda *x: tuple(bind(eqn, x)), in_axes=in_axes, out_axes=out_axes, spmd_axis_name=())
+    return over_examples(*arguments), flags
 
 
 def closed(jaxpr: Any) -> core.ClosedJaxpr:
@@ -183,8 +185,8 @@ def flow(eqn: core.JaxprEqn, batched: Sequence[bool]) -> list[bool]:
 def bodies_of(eqn: core.JaxprEqn, batched: Sequence[bool]) -> list[tuple[core.Jaxpr, list[bool]]] | None:
     """The programs of a scan, branch or remat, and which of their arguments depend on the example; None for others."""
     name, batched = eqn.primitive.name, list(batched)
-    if name in REMAT:
-        return [(closed(eqn.params["jaxpr"]).jaxpr, batched)]
+    if name in REMAT or name == "shard_map" or name in _INLINED:
+        return [(closed(eqn.params[_INLINED.get(name, "jaxpr")]).jaxpr, batched)]
     if name == "cond" and not batched[0]:
         return [(branch.jaxpr, batched[1:]) for branch in eqn.params["branches"]]
     if name != "scan":

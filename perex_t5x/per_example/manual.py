@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from perex_t5x.per_example import jaxprs
+from perex_t5x.per_example import collectives, jaxprs
 
 # Sums over devices that may stand at the end of a gradient. All of them are linear, and act on elements alone.
 SUMS = {"psum", "psum_invariant", "reduce_scatter"}
@@ -88,7 +88,9 @@ def communicates(eqn: core.JaxprEqn, batched: Sequence[bool], axes: frozenset[st
         return None
     if axes.intersection(axes_of(eqn)):
         return eqn
-    bodies = jaxprs.bodies_of(eqn, batched)
+    if not jaxprs.inner(eqn):
+        return None
+    bodies = jaxprs.bodies_of(eqn, batched) if len(batched) == len(eqn.invars) else None
     if bodies is None:
         bodies = [(body, [True] * len(body.invars)) for body in jaxprs.inner(eqn)]
     for body, flags in bodies:
@@ -105,8 +107,11 @@ def sum_ending_in(
 ) -> tuple[core.JaxprEqn, ...] | None:
     """The equations, in order, that add something up over data axes, if `eqn` is the last of them; else None.
 
-    One psum or reduce-scatter; or reduce-scatters within groups of devices, which together reach every device once.
+    One psum or reduce-scatter; or reduce-scatters within groups of devices, which together reach every device once; or a
+    `shard_map` over other axes that does nothing but this.
     """
+    if eqn.primitive.name == "shard_map":
+        return (eqn,) if _only_sums(eqn, axes) else None
     over = axes_of(eqn)
     if eqn.primitive.name not in SUMS or not over or not axes.issuperset(over) or len(eqn.outvars) > 1:
         return None
@@ -127,6 +132,57 @@ def sum_ending_in(
             return None
         eqn = sources[v][0]
     return None
+
+
+def _only_sums(region: core.JaxprEqn, axes: frozenset[str]) -> bool:
+    """Whether a `shard_map` of one array only adds it up over `axes`, and moves its elements."""
+    body = region.params["jaxpr"]
+    if len(body.invars) != 1 or len(body.outvars) != 1 or region.params["in_specs"] != region.params["out_specs"]:
+        return False
+    sources, uses = jaxprs.source_of(body), jaxprs.use_counts(body)
+    v, found = body.outvars[0], False
+    while isinstance(v, core.Var) and v in sources and uses[v] == 1:
+        eqn = sources[v][0]
+        if crossing := sum_ending_in(eqn, axes, sources, uses):
+            v, found = crossing[0].invars[0], True
+        elif eqn.primitive.name == "transpose":
+            v = eqn.invars[0]
+        else:
+            return False
+    return found and v is body.invars[0]
+
+
+def summed_axes(eqns: Sequence[core.JaxprEqn]) -> tuple[str, ...]:
+    """The mesh axes over which the equations of `sum_ending_in` add up."""
+    eqn = eqns[-1]
+    if eqn.primitive.name != "shard_map":
+        return axes_of(eqn)
+    inside = [a for e in eqn.params["jaxpr"].eqns for a in axes_of(e)]
+    return tuple(dict.fromkeys(inside))
+
+
+def cross(eqns: Sequence[core.JaxprEqn], x: jax.Array, transport: Any) -> jax.Array:
+    """Applies the equations of `sum_ending_in` to an array of whatever dtype."""
+    last = eqns[-1]
+    if last.primitive.name == "shard_map":
+        p = last.params
+
+        def rule(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+            return [cross([eqn], arguments[0], transport)]
+
+        return jax.shard_map(
+            lambda x: jaxprs.evaluate(p["jaxpr"], (), [x], rule)[0],
+            in_specs=p["in_specs"][0],
+            out_specs=p["out_specs"][0],
+            axis_names=p["newly_manual_axes"],
+            check_vma=False,
+        )(x)
+    whole = len(eqns) > 1 or last.params.get("axis_index_groups") is None
+    if transport is not None and whole and last.primitive.name == "reduce_scatter" and last.params["tiled"]:
+        return collectives.scatter_over(x, axes_of(last), last.params["scatter_dimension"], transport)
+    for eqn in eqns:
+        (x,) = jaxprs.bind(eqn, [x])
+    return x
 
 
 def _is_stage_like(eqn: core.JaxprEqn, others: Sequence[core.JaxprEqn]) -> bool:

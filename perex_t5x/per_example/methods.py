@@ -25,6 +25,8 @@ def by_surgery(gradient: Any, reducer: Reducer, inputs: Inputs, initial: Any) ->
         first + i: surgery.Wanted(
             initial=None if initial is None else initial[i],
             shift=None if inputs.shift is None or not reducer.statistics else inputs.shift[i],
+            place=reducer.places[i],
+            parts=reducer.parts[i],
         )
         for i in range(num_grads)
     }

@@ -133,11 +133,11 @@ def make_plan(
         name = eqn.primitive.name
         if uses[v] > 1:
             return Kept(v, "is also used elsewhere", not _grows(v, eqn, depends))
-        if name in jaxprs.REMAT | {"cond", "shard_map"} or (name == "scan" and index >= eqn.params["num_carry"]):
-            return Inside(eqn, index)
         if crossing := manual.sum_ending_in(eqn, data_axes, sources, uses):
             deferred.update(id(e) for e in crossing)
             return Crossed(crossing, walk(crossing[0].invars[0]))
+        if name in jaxprs.REMAT | {"cond", "shard_map"} or (name == "scan" and index >= eqn.params["num_carry"]):
+            return Inside(eqn, index)
         if is_permutation(eqn):
             deferred.add(id(eqn))
             return Permuted(eqn, walk(eqn.invars[0]))

@@ -40,7 +40,7 @@ def prepare(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable
 def _tails(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> set[core.Var]:
     """Everything between the wanted results and where their walk back ends, ends included."""
     sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
-    through = plan.PERMUTATIONS | plan.CHEAP | manual.SUMS | {"split"}
+    through = plan.PERMUTATIONS | plan.CHEAP | manual.SUMS | {"split", "shard_map"}
     found: set[core.Var] = set()
     todo = [jaxpr.outvars[i] for i in wanted]
     while todo:

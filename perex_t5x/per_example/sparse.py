@@ -105,7 +105,7 @@ def sparse(reducer: Reducer, site: Site) -> Reduced | None:
     g_NxTxD = rows.sums_NxTxD
     scale, weight = _columns(reducer, g_NxTxD.dtype)
     shift_NxTxD = rows.of_table(site.shift)
-    begin = reducer.begin(site.initial, site.node.root.aval.shape, g_NxTxD.dtype)
+    begin = reducer.begin(site.initial, site.node.root.aval.shape, g_NxTxD.dtype, site.place)
     sums = []
     for s, total, zero_everywhere in zip(reducer.statistics, begin, no_change, strict=True):
         change = reducer.phi(s, g_NxTxD, scale, shift_NxTxD)
@@ -128,7 +128,8 @@ def sparse_plus_dense(reducer: Reducer, site: Site) -> Reduced | None:
     if set(kinds) != {"scatter-add", "dot_general"}:
         return None
     dense = kinds["dot_general"]
-    product = Product.of(dense.eqn, site, lambda x: site.pre(dense.unary(x)))
+    where = site.place.transposed() if site.place is not None and dense.transposed else site.place
+    product = Product.of(dense.eqn, site, lambda x: site.pre(dense.unary(x)), where)
     rows = Rows.of(reducer, site, kinds["scatter-add"])
     if product is None or rows is None or dense.transposed is None or len(product.shape) != 2:
         return None

@@ -16,20 +16,23 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from perex_t5x.per_example import collectives, jaxprs, manual
+from perex_t5x.per_example import jaxprs, manual
 from perex_t5x.per_example.choice import reduce_at
 from perex_t5x.per_example.forms import MIXED_UNITS, Pre, Reduced, Reducer, Site, plus
+from perex_t5x.per_example.placement import Placement
 from perex_t5x.per_example.plan import Assembled, Crossed, Inside, Kept, Mapped, Node, Permuted, Producer, make_plan
 from perex_t5x.per_example.rewrites import prepare
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A result to reduce: what to apply before φ, sums to add to, and the shift (see `forms.Site`)."""
+    """A result to reduce: what to apply before φ, sums to add to, the shift, its place and parts (see `forms.Site`)."""
 
     pre: Pre = lambda x: x
     initial: Any = None
     shift: jax.Array | None = None
+    place: Placement | None = None
+    parts: tuple[str, ...] | None = None
 
     def before(self, eqn: core.JaxprEqn) -> Wanted:
         """The same, one elementwise equation earlier. (The shift is taken away after it: see `Site.pre`.)"""
@@ -37,15 +40,18 @@ class Wanted:
 
     def unmoved(self, eqn: core.JaxprEqn) -> Wanted:
         """The same, one permutation earlier."""
+        place = None if self.place is None else self.place.before(eqn)
         if self.shift is None:
-            return self
+            return dataclasses.replace(self, place=place)
         aval = jaxprs.struct(jax.typeof(self.shift), eqn.invars[0].aval.shape)
         (shift,) = jax.linear_transpose(lambda x: jaxprs.bind(eqn, [x])[0], aval)(self.shift)
-        return dataclasses.replace(self, shift=shift)
+        return dataclasses.replace(self, shift=shift, place=place)
 
     def uncrossed(self, eqn: core.JaxprEqn) -> Wanted:
         """The same on each device, before a sum over devices that ends in `eqn`: the sums so far are added after it."""
         shift = self.shift
+        if shift is not None and eqn.primitive.name == "shard_map":
+            raise ValueError("shift is not supported for parameters that are gathered within tensor parallelism.")
         if shift is not None and eqn.primitive.name == "reduce_scatter":
             shift = jax.lax.all_gather(
                 shift, eqn.params["axis_name"], axis=eqn.params["scatter_dimension"], tiled=eqn.params["tiled"]
@@ -57,7 +63,7 @@ class Wanted:
         initial = None if self.initial is None else self.initial[index]
         stop = [a + n for a, n in zip(start, shape, strict=True)]
         shift = None if self.shift is None else jax.lax.slice(self.shift, start, stop)
-        return dataclasses.replace(self, initial=initial, shift=shift)
+        return dataclasses.replace(self, initial=initial, shift=shift, place=None)
 
 
 Entered = tuple[list[Any], list[bool], dict[int, Reduced]]
@@ -124,13 +130,16 @@ def run(
                 return _assembled(shape, [start for start, _, _ in parts], found)
             case Inside(eqn=eqn, index=i):
                 return inside[id(eqn), i]
-            case Producer(leaves=leaves):
+            case Producer(eqns=eqns, leaves=leaves):
                 values, flags = zip(*map(read, leaves), strict=True) if leaves else ((), ())
-                return reduce_at(reducer, Site(node, values, flags, want.pre, want.initial, want.shift))
+                for eqn in eqns:
+                    manual.refuse(eqn, [any(flags)], reducer.devices)
+                known = (want.pre, want.initial, want.shift, want.place, want.parts)
+                return reduce_at(reducer, Site(node, values, flags, *known))
             case Kept(var=v, reason=reason, small=small):
                 value, flag = read(v)
                 if not flag:
-                    return reducer.shared(want.pre(jnp.asarray(value)), want.initial, want.shift)
+                    return reducer.shared(want.pre(jnp.asarray(value)), want.initial, want.shift, want.parts)
                 form, note = ("all at once", "") if small else ("kept", reason)
                 return reducer.all_at_once(want.pre(value), form, note, want.initial, want.shift)
         raise AssertionError(node)
@@ -200,18 +209,11 @@ def _together(parts: Sequence[Reduced]) -> Reduced:
 
 def _crossed(reducer: Reducer, eqns: Sequence[core.JaxprEqn], mine: Reduced, initial: Any) -> Reduced:
     """The sum over devices of their sums, added to those so far."""
-    last = eqns[-1]
-    axes = manual.axes_of(last)
-
-    def cross(x: jax.Array) -> jax.Array:
-        if reducer.transport is not None and last.primitive.name == "reduce_scatter" and last.params["tiled"]:
-            return collectives.scatter_over(x, axes, last.params["scatter_dimension"], reducer.transport)
-        for eqn in eqns:
-            (x,) = jaxprs.bind(eqn, [x])
-        return x
-
-    sums = [cross(x) for x in mine.finish(mine.raw)]
-    return dataclasses.replace(mine, raw=plus(initial, sums), finish=list, over=(*axes, *mine.over))
+    axes = manual.summed_axes(eqns)
+    sums = [manual.cross(eqns, x, reducer.transport) for x in mine.finish(mine.raw)]
+    if set(axes).issubset(mine.over):  # shared, and all devices' examples counted: the same on each of them
+        sums = [x / manual.num_devices(axes) for x in sums]
+    return dataclasses.replace(mine, raw=plus(initial, sums), finish=list, over=tuple({*axes, *mine.over}))
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
@@ -288,6 +290,7 @@ def _enter_scan(
     xs = [jnp.moveaxis(x, 0, 1) if f else x for x, f in zip(xs, xs_flags, strict=True)]
     initial_L = {i: want.initial for i, want in wanted.items() if want.initial is not None}
     shifts_L = {i: want.shift for i, want in wanted.items() if want.shift is not None}
+    places = {i: None if want.place is None else want.place.of_one() for i, want in wanted.items()}
     steps = jnp.arange(p["length"]) if initial_L else None
     seen: dict[str, Any] = {}
 
@@ -295,7 +298,10 @@ def _enter_scan(
         carry, totals_L = state
         x, shifts, at = x
         totals = jax.tree.map(lambda t: t[at], totals_L)
-        here = {i: Wanted(want.pre, totals.get(i), shifts.get(i)) for i, want in wanted.items()}
+        here = {
+            i: dataclasses.replace(want, initial=totals.get(i), shift=shifts.get(i), place=places[i])
+            for i, want in wanted.items()
+        }
         results, result_flags, reduced = run(
             body, [*consts, *carry, *x], [*const_flags, *carry_flags, *xs_flags], here, reducer
         )
