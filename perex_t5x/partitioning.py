@@ -277,8 +277,7 @@ def _mesh_shape(
         num_partitions = submesh
     model = num_partitions or 1
     if model < 1 or num_devices % model:
-        fitting = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
-        nearest = min(fitting, key=lambda d: (abs(d - model), d))
+        nearest = _nearest_divisor(num_devices, model)
         raise ConfigError(
             f"PjitPartitioner.num_partitions = {model} does not divide the {num_devices} device(s) here. "
             f"The nearest that does: num_partitions = {nearest} (mesh data {num_devices // nearest} "
@@ -531,16 +530,15 @@ def _make_mesh(
     if len(devices) % across:
         raise ConfigError(
             f"PjitPartitioner.dcn_mesh_shape = {dcn} asks for {across} slices, which does not divide the "
-            f"{len(devices)} device(s) here."
+            f"{len(devices)} device(s) here. The nearest that does: {(_nearest_divisor(len(devices), across), 1, 1)}."
         )
     within = len(devices) // across
     if ici_mesh_shape:
         ici = _three("ici_mesh_shape", ici_mesh_shape)
         if math.prod(ici) != within:
             raise ConfigError(
-                f"PjitPartitioner.ici_mesh_shape = {ici} has {math.prod(ici)} devices, but there are {within} "
-                f"in a slice. For instance ici_mesh_shape = (1, {within // math.gcd(within, ici[2])}, "
-                f"{math.gcd(within, ici[2])})."
+                f"PjitPartitioner.ici_mesh_shape = {ici} has {math.prod(ici)} devices, but there are {within} in a slice. "
+                f"The nearest that fits: ici_mesh_shape = {_nearest_shape(within, ici)}."
             )
     else:
         ici = (1, *_mesh_shape(within, num_partitions, model_parallel_submesh))
@@ -554,6 +552,23 @@ def _make_mesh(
     else:
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return Mesh(grid, MESH_AXES)
+
+
+def _nearest_shape(devices: int, wanted: Sequence[int]) -> tuple[int, int, int]:
+    """The mesh of so many devices whose sizes differ least from those wanted, as ratios.
+
+    >>> _nearest_shape(8, (1, 3, 2)), _nearest_shape(8, (2, 4, 2))
+    ((1, 4, 2), (1, 4, 2))
+    """
+    divisors = [d for d in range(1, devices + 1) if devices % d == 0]
+    shapes = [
+        (r, d, devices // r // d) for r in divisors for d in divisors if devices // r % d == 0 and r * d <= devices
+    ]
+    return min(shapes, key=lambda shape: (sum(abs(math.log(a / b)) for a, b in zip(shape, wanted, strict=True)), shape))
+
+
+def _nearest_divisor(whole: int, wanted: int) -> int:
+    return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: (abs(d - wanted), d))
 
 
 def _three(name: str, shape: Sequence[int]) -> tuple[int, int, int]:
