@@ -39,6 +39,15 @@ MeshAxes = str | tuple[str, ...] | None
 LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
 
 
+def names_of(axes: MeshAxes) -> tuple[str, ...]:
+    """Mesh axes as a tuple, however they are given.
+
+    >>> names_of("data"), names_of(("replica", "data")), names_of(None)
+    (('data',), ('replica', 'data'), ())
+    """
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
 def standard_logical_axis_rules(
     activation_partitioning_dims: int = 1,
     parameter_partitioning_dims: int = 1,
@@ -98,7 +107,7 @@ def logical_to_mesh_axes(names: Sequence[str | None], rules: LogicalAxisRules) -
         for i, name in enumerate(names):
             if settled[i] or name != logical:
                 continue
-            wanted = (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes or ())
+            wanted = names_of(mesh_axes)
             if used & set(wanted):
                 continue  # a later rule for the same name may still fit
             spec[i] = mesh_axes
@@ -200,7 +209,7 @@ def only_axes(spec: PartitionSpec, wanted: Sequence[str]) -> PartitionSpec:
     """
 
     def only(axes: MeshAxes) -> MeshAxes:
-        found = tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if a in wanted)
+        found = tuple(a for a in names_of(axes) if a in wanted)
         return found[0] if len(found) == 1 else found or None
 
     return PartitionSpec(*map(only, spec))
@@ -222,7 +231,7 @@ def _on_parts(
     function: Callable[[jax.Array], jax.Array], spec: PartitionSpec | None
 ) -> Callable[[jax.Array], jax.Array]:
     """The function with further axes manual: XLA would make its collectives' operands whole along automatic ones."""
-    names = {a for axes in spec or () for a in ((axes,) if isinstance(axes, str) else axes or ())}
+    names = {a for axes in spec or () for a in names_of(axes)}
     if not names:
         return function
     return jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False)
@@ -277,7 +286,7 @@ def _mesh_shape(
         num_partitions = submesh
     model = num_partitions or 1
     if model < 1 or num_devices % model:
-        nearest = _nearest_divisor(num_devices, model)
+        nearest = nearest_divisor(num_devices, model)
         raise ConfigError(
             f"PjitPartitioner.num_partitions = {model} does not divide the {num_devices} device(s) here. "
             f"The nearest that does: num_partitions = {nearest} (mesh data {num_devices // nearest} "
@@ -314,7 +323,7 @@ class PjitPartitioner:
         rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
         self.logical_axis_rules = tuple((name, axes) for name, axes in rules)
         for name, axes in self.logical_axis_rules:
-            for axis in (axes,) if isinstance(axes, str) else axes or ():
+            for axis in names_of(axes):
                 if axis not in MESH_AXES:
                     raise ConfigError(
                         f"PjitPartitioner.logical_axis_rules maps {name!r} to {axis!r}; the mesh axes are {MESH_AXES}."
@@ -379,7 +388,7 @@ class PjitPartitioner:
     def automatic_rules(self) -> LogicalAxisRules:
         """The rules where the data axes are manual: without them."""
         return tuple(
-            (name, tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if a not in DATA_AXES) or None)
+            (name, tuple(a for a in names_of(axes) if a not in DATA_AXES) or None)
             for name, axes in self.logical_axis_rules
         )
 
@@ -387,7 +396,7 @@ class PjitPartitioner:
     def shards_parameters_over_data(self) -> bool:
         """Whether some rule shards parameters over the data axes (FSDP)."""
         return any(
-            set(self.batch_axes).intersection((axes,) if isinstance(axes, str) else axes or ())
+            set(self.batch_axes).intersection(names_of(axes))
             for name, axes in self.logical_axis_rules
             if name != "batch"
         )
@@ -427,7 +436,7 @@ class PjitPartitioner:
         spec = list(logical_to_mesh_axes(names, self.logical_axis_rules))
         dropped = []
         for i, axes in enumerate(spec):
-            size = math.prod(self.mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))
+            size = math.prod(self.mesh.shape[a] for a in names_of(axes))
             if shape[i] % size:
                 dropped.append((i, axes, size))
                 spec[i] = None
@@ -530,7 +539,7 @@ def _make_mesh(
     if len(devices) % across:
         raise ConfigError(
             f"PjitPartitioner.dcn_mesh_shape = {dcn} asks for {across} slices, which does not divide the "
-            f"{len(devices)} device(s) here. The nearest that does: {(_nearest_divisor(len(devices), across), 1, 1)}."
+            f"{len(devices)} device(s) here. The nearest that does: {(nearest_divisor(len(devices), across), 1, 1)}."
         )
     within = len(devices) // across
     if ici_mesh_shape:
@@ -567,7 +576,7 @@ def _nearest_shape(devices: int, wanted: Sequence[int]) -> tuple[int, int, int]:
     return min(shapes, key=lambda shape: (sum(abs(math.log(a / b)) for a, b in zip(shape, wanted, strict=True)), shape))
 
 
-def _nearest_divisor(whole: int, wanted: int) -> int:
+def nearest_divisor(whole: int, wanted: int) -> int:
     return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: (abs(d - wanted), d))
 
 

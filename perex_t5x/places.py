@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from perex_t5x.partitioning import PjitPartitioner, gather_by_spec, path_name
+from perex_t5x.partitioning import PjitPartitioner, gather_by_spec, names_of, path_name
 from perex_t5x.per_example.arguments import parameter_filter
 
 
@@ -53,7 +53,7 @@ class Places:
 
         def names(sharding: NamedSharding) -> tuple[str, ...]:
             spec, _ = self.partitioner.divided(sharding.spec)
-            every = [a for axes in spec for a in ((axes,) if isinstance(axes, str) else axes or ())]
+            every = [a for axes in spec for a in names_of(axes)]
             return tuple(a for a in self.partitioner.batch_axes if a in every)
 
         return jax.tree.map(names, self.shardings)

@@ -9,6 +9,7 @@ import numpy as np
 
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.monitoring import Monitor
+from perex_t5x.partitioning import nearest_divisor
 from perex_t5x.per_example import GradStatistics, Statistic
 from perex_t5x.per_example.statistic import BUILT_IN
 
@@ -84,12 +85,12 @@ def check_batch_size(trainer: Trainer, batch_size: int, binding: str) -> None:
     if mine % group:
         raise ConfigError(
             f"Trainer.group_size = {group} does not divide {where} of {binding} = {batch_size}. "
-            f"Nearest that does: {_nearest_divisor(mine, group)}."
+            f"Nearest that does: {nearest_divisor(mine, group)}."
         )
     if isinstance(size, int) and mine % size:
         raise ConfigError(
             f"Trainer.microbatch_size = {size} does not divide {where} of {binding} = {batch_size}. "
-            f"Nearest that does: {_nearest_divisor(mine, size)}; 'auto' chooses by itself."
+            f"Nearest that does: {nearest_divisor(mine, size)}; 'auto' chooses by itself."
         )
     if isinstance(size, int) and size % group:
         raise ConfigError(
@@ -134,7 +135,3 @@ def _update_with_one_group(trainer: Trainer, shapes: TrainState) -> Any:
 
 def _is_positive_int(x: Any) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and x >= 1
-
-
-def _nearest_divisor(whole: int, part: int) -> int:
-    return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: (abs(d - part), d))
