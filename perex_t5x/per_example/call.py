@@ -199,4 +199,12 @@ def unit_rows(inputs: Inputs) -> tuple[Any, ...]:
 def trace(gradient: Any, inputs: Inputs) -> tuple[Any, Any]:
     """The gradient program of one unit, and the shapes of its results."""
     row = jax.tree.map(lambda x: jaxprs.struct(jax.typeof(x), x.shape[1:]), unit_rows(inputs))
-    return jax.make_jaxpr(gradient, return_shape=True)(inputs.differentiated, inputs.others, *row)
+    try:
+        return jax.make_jaxpr(gradient, return_shape=True)(inputs.differentiated, inputs.others, *row)
+    except ValueError as e:
+        if "Unsupported pcast" not in str(e):
+            raise
+        raise ValueError(
+            "the loss makes something vary over devices (jax.lax.pcast) that does so already: the arguments of the loss, "
+            "parameters included, vary here. Leave it out."
+        ) from e

@@ -647,3 +647,19 @@ def test_gathered_weights_are_not_held_for_every_example(stack, monkeypatch):
         monkeypatch.setattr(jaxprs, "flow", lambda eqn, batched: [any(batched)] * len(eqn.outvars))
         monkeypatch.setattr(jaxprs, "batched_outputs", lambda jaxpr, batched: [any(batched)] * len(jaxpr.outvars))
         assert biggest() >= n_fold
+
+
+def test_making_parameters_vary_twice():
+    """A message of ours, not JAX's; and varying parameters from outside are as good as others."""
+
+    def loss(p, batch):
+        return make_loss()({**p, "bias": jax.lax.pcast(p["bias"], AXES, to="varying")}, batch)
+
+    params, batch = problem()
+
+    def on_device(params, batch):
+        return per_example.grad_statistics(loss, data_axes=AXES)(params, batch)[0].averages
+
+    in_specs = (WHOLE, (ROWS, ROWS))
+    with pytest.raises(ValueError, match="does so already.*Leave it out"):
+        jax.shard_map(on_device, mesh=mesh(), in_specs=in_specs, out_specs=P())(params, batch)
