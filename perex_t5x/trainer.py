@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen as nn
 from flax import struct
 from flax.serialization import from_state_dict, to_state_dict
-from jax.sharding import PartitionSpec
 
-from perex_t5x import gradients, optimizers, per_example, trainer_checks
+from perex_t5x import device_gradients, optimizers, per_example, trainer_checks
 from perex_t5x.gradients import Gradient
 from perex_t5x.monitoring import Monitor
 from perex_t5x.optimizers.learning_rate import drive_learning_rate, rate_of_built
 from perex_t5x.partitioning import PjitPartitioner, path_name
-from perex_t5x.per_example import GradStatistics
 from perex_t5x.places import Places
 from perex_t5x.schedules import Schedule, as_schedule
 
 Batch = Mapping[str, jax.Array]
+example_keys = device_gradients.example_keys
 
 
 @struct.dataclass
@@ -54,16 +50,6 @@ class TrainState:
             rng=saved["rng"],
             monitor=None if self.monitor is None else from_state_dict(self.monitor, saved["state"]["monitor"]),
         )
-
-
-def example_keys(rng: jax.Array, step: jax.Array, batch_size: int) -> jax.Array:
-    """One key per example of the global batch: fold_in(fold_in(base, step), index of the example).
-
-    A function of the example's place in the global batch alone, so that meshes, microbatches and single examples all
-    draw the same dropout masks.
-    """
-    key = jax.random.fold_in(jax.random.wrap_key_data(rng), step)
-    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch_size, dtype=jnp.uint32))
 
 
 class WeightMetricsComputer:
@@ -152,17 +138,17 @@ class Trainer:
             metrics["scalars"] |= self.weight_metrics_computer(state.params, gradient.mean, updates)
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
-    def gradient(self, state: TrainState, batch: Batch) -> gradients.Gradient:
+    def gradient(self, state: TrainState, batch: Batch) -> Gradient:
         """Loss, metric sums, gradient, and the statistics that the optimizer needs; a microbatch at a time."""
         needs = self.needs(state.params)
         if needs == ("mean",) and self.clip_norm is None and self.non_finite == "keep":
-            return self._plain(state, batch)
-        return self._statistics(state, batch, needs, clip_norm=self.clip_norm)
+            return device_gradients.plain(self, state, batch)
+        return device_gradients.with_statistics(self, state, batch, needs, clip_norm=self.clip_norm)
 
     def monitor_step(self, state: TrainState, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
         """What the monitor sees of the step that `train_step` would make: its new averages, and values to log."""
         wanted = {"norms": self.monitor.norms, "parameters": self.monitor.parameters}
-        found = self._statistics(state, batch, self.monitor.statistics, **wanted)
+        found = device_gradients.with_statistics(self, state, batch, self.monitor.statistics, **wanted)
         return self.monitor.measured(state.monitor, found)
 
     def needs(self, params: Any) -> tuple[str, ...]:
@@ -173,123 +159,16 @@ class Trainer:
 
     _needs: tuple[str, ...] | None = None
 
-    def _loss_arguments(self, state: TrainState, batch: Batch) -> tuple[Any, Batch, jax.Array, jax.Array]:
-        """(parameters, batch, a key per example, W) of the global batch."""
-        batch_size = next(iter(batch.values())).shape[0]
-        keys_B = example_keys(state.rng, state.step, batch_size)
-        return state.params, batch, keys_B, self.model.loss_normalizer(batch)
-
-    def _plain(self, state: TrainState, batch: Batch) -> gradients.Gradient:
-        places = self._places(batch)
-        on_device = functools.partial(
-            gradients.plain,
-            self._loss_on_device(places),
-            num_microbatches=self.num_microbatches,
-            data_axes=self.partitioner.batch_axes,
-            summed=places.summed(),
-            transport=self.transport_dtype,
-        )
-        everywhere = PartitionSpec()
-        return self._on_devices(on_device, state, batch, places, Gradient(everywhere, everywhere, places.on_data()))
-
-    def _statistics(
-        self, state: TrainState, batch: Batch, names: Sequence[str], parameters: str | None = None, **options: Any
-    ) -> gradients.Gradient:
-        places = self._places(batch)
-        batch_size = next(iter(batch.values())).shape[0]
-        compute = per_example.grad_statistics(
-            self._loss_on_device(places),
-            [self.statistics.get(name, name) for name in names],
-            has_aux=True,
-            batch_argnums=(1, 2),
-            microbatch_size=self._examples_at_a_time(batch_size // self.partitioner.data_parallel_size),
-            group_size=self.group_size,
-            non_finite=self.non_finite,
-            parameters=parameters,
-            data_axes=self.partitioner.batch_axes,
-            transport_dtype=self.transport_dtype,
-            shardings=places.automatic(),
-            **options,
-        )
-        on_device = functools.partial(
-            gradients.with_statistics,
-            compute,
-            group_size=self.group_size,
-            skip=self.non_finite == "skip",
-            data_axes=self.partitioner.batch_axes,
-        )
-        everywhere, selected = PartitionSpec(), places.on_data(parameters)
-        has_norms = bool(options.get("norms")) or options.get("clip_norm") is not None or self.non_finite == "skip"
-        found = self._on_devices(
-            on_device,
-            state,
-            batch,
-            places,
-            Gradient(
-                everywhere,
-                everywhere,
-                selected,
-                GradStatistics(
-                    {name: selected for name in names},
-                    *(everywhere,) * 4,
-                    group_size=self.group_size,
-                    group_noise=everywhere,
-                ),
-                PartitionSpec(self.partitioner.batch_axes) if has_norms else None,
-            ),
-        )
-        if self.non_finite == "skip":
-            return found
-        counts = {"count": np.int32(batch_size), "num_groups": np.int32(batch_size // self.group_size)}
-        return dataclasses.replace(found, statistics=dataclasses.replace(found.statistics, **counts))
-
-    def _on_devices(
-        self, function: Callable[..., Gradient], state: TrainState, batch: Batch, places: Places, out_specs: Any
-    ) -> Gradient:
-        """function(params, batch, keys, W) on every device's rows: the data axes are manual, the model axis automatic."""
-        if self.partitioner.batch_axes:
-            rows = PartitionSpec(self.partitioner.batch_axes)
-            function = jax.shard_map(
-                function,
-                mesh=self.partitioner.mesh,
-                in_specs=(places.on_data(), rows, rows, PartitionSpec()),
-                out_specs=out_specs,
-                axis_names=set(self.partitioner.batch_axes),
-                check_vma=False,
-            )
-        found = function(*self._loss_arguments(state, batch))
-        if found.statistics is None:
-            return dataclasses.replace(found, mean=places.constrain(found.mean))
-        averages = {name: places.constrain(tree) for name, tree in found.statistics.averages.items()}
-        statistics = dataclasses.replace(found.statistics, averages=averages)
-        return dataclasses.replace(found, mean=statistics.mean, statistics=statistics)  # one and the same mean
-
-    def _loss_on_device(self, places: Places) -> gradients.LossFn:
-        """The model's loss where the data axes are manual."""
-        gathers = getattr(self.model, "gathers_parameters", False)
-
-        def loss_fn(params: Any, *arguments: Any) -> Any:
-            with self.partitioner.manual():
-                return self.model.loss_fn(params if gathers else places.gather(params), *arguments)
-
-        return loss_fn
-
-    def _places(self, batch: Batch) -> Places:
-        """Where the parameters lie."""
-        shapes = {name: tuple(x.shape) for name, x in batch.items()}
-        if self._params_places is None:
+    def places(self, batch: Batch) -> Places:
+        """Where the parameters lie; `batch` may be shapes."""
+        if self._places is None:
+            shapes = {name: tuple(x.shape) for name, x in batch.items()}
             key = jax.eval_shape(lambda: jax.random.key(0))
             boxed = jax.eval_shape(lambda k: self.model.get_initial_variables(k, shapes)["params"], key)
-            self._params_places = Places(self.partitioner, self.partitioner.params_shardings(boxed))
-        return self._params_places
+            self._places = Places(self.partitioner, self.partitioner.params_shardings(boxed))
+        return self._places
 
-    _params_places: Places | None = None
-
-    def _examples_at_a_time(self, on_device: int) -> int | str | None:
-        """The engine's `microbatch_size` for so many examples on a device."""
-        if self.num_microbatches > 1 and not isinstance(self.microbatch_size, int):
-            return on_device // self.num_microbatches
-        return self.microbatch_size
+    _places: Places | None = None
 
     def eval_step(self, params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Teacher-forced loss and metric sums, without dropout."""
@@ -316,7 +195,7 @@ class Trainer:
         shapes = jax.eval_shape(lambda k: self.init_state(k, input_shapes), key)
         trainer_checks.check_statistics(self, shapes, next(iter(input_shapes.values()))[0])
         params_shardings = self.partitioner.params_shardings(boxed)
-        self._params_places = Places(self.partitioner, params_shardings)
+        self._places = Places(self.partitioner, params_shardings)
         replicated = self.partitioner.replicated
         shardings = TrainState(
             step=replicated,

@@ -9,9 +9,10 @@ import optax
 import pytest
 
 from perex_t5x import optimizers, per_example
+from perex_t5x.device_gradients import example_keys
 from perex_t5x.errors import ConfigError
 from perex_t5x.monitoring import Monitor
-from perex_t5x.trainer import Trainer, example_keys
+from perex_t5x.trainer import Trainer
 from tests import tiny
 from tests.trainer_support import (
     BATCH,
