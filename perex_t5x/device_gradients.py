@@ -59,11 +59,13 @@ def with_statistics(
     batch: Batch,
     names: Sequence[str],
     parameters: str | None = None,
+    observe: Callable[..., None] | None = None,
     **options: Any,
 ) -> Gradient:
     """The gradient, and the statistics `names` of the examples' gradients.
 
     Args:
+      observe: called while the program is traced, with the engine's `Compute` and its arguments on one device.
       parameters, options: of `per_example.grad_statistics`.
     """
     places, axes = trainer.places(batch), trainer.partitioner.batch_axes
@@ -83,9 +85,12 @@ def with_statistics(
         **options,
     )
     skip = trainer.non_finite == "skip"
-    on_device = functools.partial(
-        gradients.with_statistics, compute, group_size=trainer.group_size, skip=skip, data_axes=axes
-    )
+
+    def on_device(*arguments: Any) -> Gradient:
+        if observe is not None:
+            observe(compute, *arguments)
+        return gradients.with_statistics(compute, *arguments, group_size=trainer.group_size, skip=skip, data_axes=axes)
+
     like_params = places.on_data(parameters)
     has_norms = bool(options.get("norms")) or options.get("clip_norm") is not None or skip
     averages = {name: like_params for name in names}

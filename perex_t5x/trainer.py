@@ -140,10 +140,14 @@ class Trainer:
 
     def gradient(self, state: TrainState, batch: Batch) -> Gradient:
         """Loss, metric sums, gradient, and the statistics that the optimizer needs; a microbatch at a time."""
-        needs = self.needs(state.params)
-        if needs == ("mean",) and self.clip_norm is None and self.non_finite == "keep":
+        if self.has_plain_gradient(state.params):
             return device_gradients.plain(self, state, batch)
+        needs = self.needs(state.params)
         return device_gradients.with_statistics(self, state, batch, needs, clip_norm=self.clip_norm)
+
+    def has_plain_gradient(self, params: Any) -> bool:
+        """Whether the mean is all that is asked for, so that examples need not be told apart; `params` may be shapes."""
+        return self.needs(params) == ("mean",) and self.clip_norm is None and self.non_finite == "keep"
 
     def monitor_step(self, state: TrainState, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
         """What the monitor sees of the step that `train_step` would make: its new averages, and values to log."""
@@ -212,6 +216,10 @@ class Trainer:
 
     def compiled_step(self, shapes: TrainState, shardings: TrainState, batch_spec: Mapping[str, Any]) -> Any:
         """Compiles the step ahead of time; the state's buffers are donated."""
+        return self.lowered_step(shapes, shardings, batch_spec).compile()
+
+    def lowered_step(self, shapes: TrainState, shardings: TrainState, batch_spec: Mapping[str, Any]) -> Any:
+        """What `compiled_step` compiles."""
         batch_sharding = {name: self.partitioner.data_sharding for name in batch_spec}
         step = jax.jit(
             self.train_step,
@@ -220,7 +228,7 @@ class Trainer:
             donate_argnums=0,
         )
         with self.partitioner.constraints():
-            return step.lower(shapes, dict(batch_spec)).compile()
+            return step.lower(shapes, dict(batch_spec))
 
     def compiled_monitor(self, shapes: TrainState, shardings: TrainState, batch_spec: Mapping[str, Any]) -> Any | None:
         """Compiles the monitor's program ahead of time; None without a monitor."""

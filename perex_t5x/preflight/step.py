@@ -37,6 +37,17 @@ _FREE_MACROS = {
 }
 
 
+class DoesNotFitError(ConfigError):
+    """The step needs more memory than a chip has. `account` is what the compiler says of it."""
+
+    def __init__(self, account: str):
+        super().__init__(
+            f"the step does not fit on this topology: {account} Try more Trainer.num_microbatches, a smaller "
+            "Trainer.microbatch_size, meshes/fsdp.gin, or a larger slice."
+        )
+        self.account = account
+
+
 class _Devices(list):
     """Gin copies what is bound to an argument; devices stay the same ones."""
 
@@ -124,23 +135,31 @@ def _batch_spec(cfg: Any, converter_cls: type) -> dict[str, jax.ShapeDtypeStruct
     }
 
 
+def lower_step(trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
+    """Traces the trainer's step for the devices of its mesh: what `Trainer.compiled_step` compiles."""
+    shapes, shardings, _ = trainer.abstract_state({name: spec.shape for name, spec in batch_spec.items()})
+    return trainer.lowered_step(shapes, shardings, batch_spec)
+
+
+def compile_lowered(lowered: Any) -> Any:
+    """Compiles it, quietly; raises `DoesNotFitError` with the compiler's account where it needs more than a chip has."""
+    refusal = ""
+    with console.native_noise_hidden():
+        try:
+            return lowered.compile()
+        except jax.errors.JaxRuntimeError as e:
+            if "RESOURCE_EXHAUSTED" not in str(e):
+                raise
+            refusal = str(e).partition("RESOURCE_EXHAUSTED:")[2].strip().splitlines()[0]
+    raise DoesNotFitError(refusal)
+
+
 def compile_step(trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
     """Compiles the trainer's step for the devices of its mesh, and returns JAX's compiled program.
 
-    Raises `ConfigError` with the compiler's account where the step does not fit into the memory of a chip.
+    Raises `DoesNotFitError` with the compiler's account where the step does not fit into the memory of a chip.
     """
-    shapes, shardings, _ = trainer.abstract_state({name: spec.shape for name, spec in batch_spec.items()})
-    try:
-        with console.native_noise_hidden():
-            return trainer.compiled_step(shapes, shardings, batch_spec)
-    except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
-            raise
-        account = str(e).partition("RESOURCE_EXHAUSTED:")[2].strip().splitlines()[0]
-        raise ConfigError(
-            f"the step does not fit on this topology: {account} Try more Trainer.num_microbatches, a smaller "
-            "Trainer.microbatch_size, meshes/fsdp.gin, or a larger slice."
-        ) from e
+    return compile_lowered(lower_step(trainer, batch_spec))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,86 @@
+"""Does a training fit on a TPU slice, and what will it cost? Answered by the TPU compiler, without a TPU.
+
+    python -m perex_t5x.preflight --gin_file=models/150m.gin --gin_file=runs/pretrain.gin \\
+      --gin_file=optimizers/micro_adam.gin --gin.TASK_FEATURE_LENGTHS="{'targets': 1024}" --topology=v5e:4x4
+
+Compiles the real, sharded train step of the Gin files and prints memory, cycles, collectives, the cost of the per-example
+statistics, and each parameter's form. --slices for several slices; --compare=adamw,micro_adam for columns side by side, each
+an optimizer or Gin files (a.gin+b.gin); --json and --html write files. Where the step does not fit, a change that would is
+searched for, unless --no_search. Ends with 0 if everything fits, with 1 if not. Needs pip install 'perex_t5x[tpu]'.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from absl import flags
+
+from perex_t5x import cli
+from perex_t5x.errors import ConfigError
+from perex_t5x.preflight import command
+
+
+def _main(args: Any) -> int:
+    for path in (args.json, args.html):
+        _check_writable(path)
+    command.start(args)
+    # Only now: these look for a device when they are imported.
+    from perex_t5x.preflight import account, cache, cases, page, place, search, step, terminal, working
+
+    columns = cases.cases(args.gin_file, args.gin_bindings, args.gin_search_paths, args.compare)
+    # It cannot read programs for devices that are not there, and would warn of each.
+    jax.config.update("jax_enable_compilation_cache", False)
+    compiler, line = cache.Compiler(cache.default_folder()), working.Working()
+    accounts, searches = [], []
+    for case in columns:
+        case.parse()
+        where = place.find(args, *step.topology_macro())
+        accounts.append(account.measure(case.name, where, *step.build_parsed(where.devices()), compiler, line))
+        if accounts[-1].fits is False and not args.no_search:
+            searches.append(search.find(case, where, compiler, line))
+    terminal.show(accounts, searches, sys.stdout)
+    if args.json:
+        found = {"cases": [a.as_dict() for a in accounts], "searches": [s.as_dict() for s in searches]}
+        _write(args.json, json.dumps(found, indent=1) + "\n")
+    if args.html:
+        shown = shlex.join(["python", "-m", "perex_t5x.preflight", *sys.argv[1:]])
+        _write(args.html, page.page(accounts, searches, shown))
+    return cli.EXIT_ERROR if any(a.fits is False for a in accounts) else 0
+
+
+def _check_writable(path: str | None) -> None:
+    """Before minutes of compiling."""
+    if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise ConfigError(
+            f"cannot write {path}: there is no folder {os.path.dirname(os.path.abspath(path))}. Make it first."
+        )
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(text)
+    except OSError as e:
+        raise ConfigError(f"cannot write {path}: {e.strerror or e}.") from e
+    print(f"written: {path}", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    command.define_flags()
+    flags.DEFINE_list(
+        "compare", [], "Columns: optimizers (adamw,micro_adam) or Gin files (a.gin+b.gin), added to the files."
+    )
+    flags.DEFINE_string("json", None, "Write everything that was found to this file.")
+    flags.DEFINE_string("html", None, "Write a page with plots to this file.")
+    flags.DEFINE_bool("no_search", False, "Where the step does not fit, do not look for a change that would.")
+    command.run(_main, __doc__, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What the commands `python -m perex_t5x.preflight` and `.collectives` share: flags, quiet start, exit codes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import app, flags
+
+from perex_t5x import cli, console, gin_utils
+from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.preflight import topology
+
+
+def define_flags() -> None:
+    cli.define_flags()
+    flags.DEFINE_string("topology", None, "TPU slice to compile for: v5e:4x4, or by its cloud name v5e-16.")
+    flags.DEFINE_integer("slices", None, "How many such slices, joined by the data-centre network.")
+    flags.DEFINE_integer("devices", None, "So many fake CPU devices instead.")
+
+
+def start(args: Any) -> None:
+    """Checks the shared flags and makes the CPU the backend. Before anything that looks for a device is imported."""
+    if not args.gin_file:
+        raise ConfigError("no --gin_file given: those of a training, such as models/150m.gin and runs/pretrain.gin.")
+    if args.devices is not None and args.topology:
+        raise ConfigError("--devices (fake CPU devices) and --topology (a TPU slice) exclude each other.")
+    if args.devices is not None and args.devices < 1:
+        raise ConfigError(f"--devices={args.devices}: must be at least 1.")
+    console.set_up(everything=args.alsologtostderr)
+    topology.use_cpu_backend(args.devices)
+    console.import_tensorflow_quietly()
+    from perex_t5x import train as train_script
+
+    sys.modules["__main__"].train = train_script.train  # ported files say `import __main__ as train_script`
+
+
+def run(function: Callable[[Any], int | None], usage: str | None, argv: Sequence[str] | None = None) -> None:
+    """Runs `function(flags)` as a command and ends with the status it returns; a user's slip is its message alone."""
+    sys.modules["__main__"].__doc__ = usage
+
+    def main(_: Sequence[str]) -> None:
+        try:
+            status = function(flags.FLAGS)
+        except ConfigError as e:
+            _fail(e, cli.EXIT_CONFIG)
+        except TrainingError as e:
+            _fail(e, cli.EXIT_ERROR)
+        except KeyboardInterrupt:
+            sys.exit(cli.EXIT_INTERRUPTED)
+        sys.exit(status or 0)
+
+    try:
+        args = gin_utils.rewrite_gin_args(sys.argv if argv is None else argv)
+    except ConfigError as e:
+        _fail(e, cli.EXIT_CONFIG)
+    app.run(main, argv=args)
+
+
+def _fail(error: Exception, status: int) -> None:
+    # Gin adds a line for every configurable that was being made; the messages name their bindings themselves.
+    message = re.sub(r"\n\s*In call to configurable .*", "", str(error))
+    print(f"\nERROR: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
