@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 from jax.extend import core
 
 from perex_t5x.per_example import jaxprs
 from perex_t5x.per_example.forms import Pre, Reduced, Reducer, Site, at_least_f32, over_examples
+from perex_t5x.per_example.kernels import use
 from perex_t5x.per_example.placement import Placement, place
 
 # On a CPU a tile of the gradient and of its sums should stay in the cache while the examples pass by.
@@ -60,15 +62,20 @@ class Product:
         zero = jax.ShapeDtypeStruct((), self.eqn.outvars[0].aval.dtype)
         return jax.eval_shape(lambda x: at_least_f32(self.pre(x)), zero).dtype
 
-    def placed(self) -> tuple[jax.Array, jax.Array]:
-        """The operands where the product needs them, once for all examples."""
+    def operand_places(self) -> tuple[Placement | None, Placement | None]:
+        """Where the product needs its operands."""
         if self.place is None:
-            return self.left, self.right
-        axes, operands = iter(self.place.axes), []
+            return None, None
+        axes, places = iter(self.place.axes), []
         for x, contracted in zip((self.left, self.right), self.contracted, strict=True):
             mine = (None, *(None if i in contracted else next(axes) for i in range(x.ndim - 1)))
-            operands.append(dataclasses.replace(self.place, axes=mine)(x))
-        return operands[0], operands[1]
+            places.append(dataclasses.replace(self.place, axes=mine))
+        return places[0], places[1]
+
+    def placed(self) -> tuple[jax.Array, jax.Array]:
+        """The operands there, once for all examples."""
+        left, right = self.operand_places()
+        return place(self.left, left), place(self.right, right)
 
     @property
     def has_wide_range(self) -> bool:
@@ -101,22 +108,37 @@ def one_product_at_a_time(reducer: Reducer, site: Site) -> Reduced | None:
 
 
 def reduce_product(reducer: Reducer, product: Product, initial: Any, shift: jax.Array | None) -> Reduced:
-    """A loop over examples; on a CPU, within a loop over tiles of a large gradient."""
+    """A loop over examples; on a CPU, within a loop over tiles of a large gradient; on a TPU, a kernel where it applies."""
     dtype = product.dtype
     begin = reducer.begin(initial, product.shape, dtype, product.place)
     which, axis, out_axis, tile = _tiling(product, dtype)
     arguments = (begin, *product.placed(), reducer.weights_N, reducer.scales_N, shift)
-    if tile >= product.shape[out_axis] or product.place is not None:  # devices have tiles of their own
-        sums, squares = _whole(reducer, product, *arguments)
-    else:
 
-        def tiled(*arguments: Any) -> Any:
-            return _by_tiles(reducer, product, which, axis, out_axis, tile, *arguments)
+    def whole(*arguments: Any) -> Any:
+        return _whole(reducer, product, *arguments)
 
-        def whole(*arguments: Any) -> Any:
-            return _whole(reducer, product, *arguments)
+    def tiled(*arguments: Any) -> Any:
+        return _by_tiles(reducer, product, which, axis, out_axis, tile, *arguments)
 
-        sums, squares = jax.lax.platform_dependent(*arguments, cpu=tiled, default=whole)
+    # Who differentiates statistics, or maps over them, has XLA's form.
+    @jax.custom_jvp
+    @custom_vmap
+    def kernel(begin: Any, left: Any, right: Any, weights: Any, scales: Any, shift: None) -> Any:
+        return use.reduce(reducer, product, None if initial is None else begin, left, right, weights, scales)
+
+    @kernel.fun.def_vmap
+    def mapped(axis_size: int, in_batched: Any, *arguments: Any) -> Any:
+        in_axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
+        out = jax.vmap(whole, in_axes=in_axes, axis_size=axis_size)(*arguments)
+        return out, jax.tree.map(lambda _: True, out)
+
+    kernel.defjvp(lambda primals, tangents: jax.jvp(whole, primals, tangents))
+    forms = {}
+    if tile < product.shape[out_axis] and product.place is None:  # devices have tiles of their own
+        forms["cpu"] = tiled
+    if not use.why_not(reducer, product, shift):
+        forms["tpu"] = kernel
+    sums, squares = jax.lax.platform_dependent(*arguments, **forms, default=whole) if forms else whole(*arguments)
     return Reduced(sums, squares, "one at a time", math.prod(product.shape) * dtype.itemsize)
 
 

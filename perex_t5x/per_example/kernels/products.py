@@ -1,0 +1,185 @@
+"""A TPU kernel for the statistics of matrix products: Σ_n w_n φ(c_n g_n) with g_n = S_nᵀ R_n, all φ at once.
+
+    for each tile of the gradient: for each example n: for each chunk of the sequence:
+        the tile of S_nᵀ R_n, in float32; after the last chunk it is added to the sums' tiles, one for each φ
+
+The sums' tiles stay in vector memory while the examples pass by, so a gradient is never written to the main memory. The
+additions take place while the matrix units work: the statistics cost next to nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from perex_t5x.per_example.kernels.tiles import LANES, Tile, padded_length
+
+_SUBLANES = 8
+
+# From a product in float32 to the gradient that φ sees.
+Finish = Callable[[jax.Array], jax.Array]
+# (sums, gradient, weight, scale) -> sums, of one example.
+Add = Callable[[Sequence[jax.Array], jax.Array, Any, Any], Sequence[jax.Array]]
+
+
+def sums_of_products(
+    s_NxTxI: jax.Array,
+    r_NxTxJ: jax.Array,
+    weights_N: jax.Array | None,
+    scales_N: jax.Array | None,
+    initial: Sequence[jax.Array] | None,
+    *,
+    finish: Finish,
+    add: Add,
+    num_sums: int,
+    norms: bool,
+    tile: Tile,
+    precision: Any = None,
+    interpret: Any = False,
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """`num_sums` arrays [I, J] in float32; and Σ g_n² of each example if `norms`, else None.
+
+    Args:
+      s_NxTxI, r_NxTxJ: the factors.
+      weights_N, scales_N: one number an example, for `add`; or None.
+      initial: sums to add to, in place where the program allows it; None: zeros.
+      finish, add: elementwise; they are traced inside the kernel and may hold no arrays.
+      tile: from `tiles.choose`.
+      precision: of the product.
+      interpret: as in `pallas_call`: True runs the kernel on a CPU, slowly.
+    """
+    padding = padded_length(s_NxTxI.shape[1]) - s_NxTxI.shape[1]
+    if padding:  # zeros add nothing
+        s_NxTxI, r_NxTxJ = (jnp.pad(x, ((0, 0), (0, padding), (0, 0))) for x in (s_NxTxI, r_NxTxJ))
+    n, length, rows = s_NxTxI.shape
+    columns = r_NxTxJ.shape[2]
+    grid = (pl.cdiv(rows, tile.rows), pl.cdiv(columns, tile.columns), n, length // tile.chunk)
+    scalars = [x.astype(jnp.float32) for x in (weights_N, scales_N) if x is not None]
+    initial = [] if initial is None else list(initial)
+    kernel = functools.partial(
+        _kernel,
+        has=(weights_N is not None, scales_N is not None, len(initial), num_sums, norms, grid[3] > 1),
+        tile=tile,
+        within=(rows, columns) if rows % tile.rows or columns % tile.columns else None,
+        num_chunks=grid[3],
+        finish=finish,
+        add=add,
+        precision=precision,
+    )
+    sums_tile = pl.BlockSpec((tile.rows, tile.columns), lambda i, j, n, t: (i, j))
+    out_specs = [sums_tile] * num_sums
+    varying = jax.typeof(s_NxTxI).manual_axis_type
+    out_shape = [jax.ShapeDtypeStruct((rows, columns), jnp.float32, manual_axis_type=varying)] * num_sums
+    if norms:
+        out_specs.append(pl.BlockSpec((1, 1, 1, _SUBLANES, LANES), lambda i, j, n, t: (i, j, n, 0, 0)))
+        out_shape.append(jax.ShapeDtypeStruct((*grid[:3], _SUBLANES, LANES), jnp.float32, manual_axis_type=varying))
+    out = pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[
+            *(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in scalars),
+            pl.BlockSpec((1, tile.chunk, tile.rows), lambda i, j, n, t: (n, t, i)),
+            pl.BlockSpec((1, tile.chunk, tile.columns), lambda i, j, n, t: (n, t, j)),
+            *(sums_tile for _ in initial),
+        ],
+        out_specs=out_specs,
+        out_shape=out_shape,
+        scratch_shapes=[pltpu.VMEM((tile.rows, tile.columns), jnp.float32)] if grid[3] > 1 else [],
+        input_output_aliases={len(scalars) + 2 + k: k for k in range(len(initial))},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=tile.vmem
+        ),
+        interpret=interpret,
+        name="per_example_products",
+    )(*scalars, s_NxTxI, r_NxTxJ, *initial)
+    return list(out[:num_sums]), jnp.sum(out[-1], axis=(0, 1, 3, 4)) if norms else None
+
+
+def _kernel(
+    *refs: Any,
+    has: tuple[Any, ...],
+    tile: Tile,
+    within: tuple[int, int] | None,
+    num_chunks: int,
+    finish: Finish,
+    add: Add,
+    precision: Any,
+) -> None:
+    """One tile of the gradient, one example, one chunk of its sequence."""
+    has_weights, has_scales, num_initial, num_sums, norms, is_chunked = has
+    ref = iter(refs)
+    weights, scales = (next(ref) if given else None for given in (has_weights, has_scales))
+    s, r = next(ref), next(ref)
+    initial = [next(ref) for _ in range(num_initial)]
+    sums = [next(ref) for _ in range(num_sums)]
+    squares = next(ref) if norms else None
+    so_far = next(ref) if is_chunked else None
+    row, column, n, t = (pl.program_id(k) for k in range(4))
+
+    @pl.when((n == 0) & (t == 0))
+    def _begin() -> None:
+        for k, total in enumerate(sums):
+            total[...] = initial[k][...] if initial else jnp.zeros(total.shape, total.dtype)
+
+    if norms:
+
+        @pl.when(t == 0)
+        def _begin_squares() -> None:
+            squares[...] = jnp.zeros(squares.shape, squares.dtype)
+
+    def product(at_i: Any, at_j: Any) -> jax.Array:
+        """A part of the tile, summed over the chunks up to this one."""
+        g = jax.lax.dot_general(
+            s[0, :, at_i],
+            r[0, :, at_j],
+            (((0,), (0,)), ((), ())),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return g if so_far is None else jnp.where(t == 0, g, so_far[at_i, at_j] + g)
+
+    def keep(at_i: Any, at_j: Any) -> None:
+        so_far[at_i, at_j] = product(at_i, at_j)
+
+    def reduce(at_i: Any, at_j: Any) -> None:
+        g = finish(product(at_i, at_j))
+        weight, scale = (None if x is None else x[n] for x in (weights, scales))
+        tiles = add([total[at_i, at_j] for total in sums], g, weight, scale)
+        for total, new in zip(sums, tiles, strict=True):
+            total[at_i, at_j] = new
+        if norms:
+            if within is not None:  # beyond the gradient's edge is whatever the memory held
+                i = jax.lax.broadcasted_iota(jnp.int32, g.shape, 0) + (at_i.start + row * tile.rows)
+                j = jax.lax.broadcasted_iota(jnp.int32, g.shape, 1) + (at_j.start + column * tile.columns)
+                g = jnp.where((i < within[0]) & (j < within[1]), g, jnp.zeros_like(g))
+            squares[0, 0, 0] += _folded(jnp.square(g))
+
+    if is_chunked:
+        pl.when(t < num_chunks - 1)(lambda: _for_parts(tile, keep))
+        pl.when(t == num_chunks - 1)(lambda: _for_parts(tile, reduce))
+    else:
+        _for_parts(tile, reduce)
+
+
+def _for_parts(tile: Tile, do: Callable[[Any, Any], None]) -> None:
+    """Loops over the parts of a tile."""
+
+    def loop(size: int, part: int, body: Callable[[Any], None]) -> None:
+        if size == part:
+            body(pl.ds(0, part))
+        else:
+            jax.lax.fori_loop(0, size // part, lambda k, _: body(pl.ds(pl.multiple_of(k * part, part), part)), None)
+
+    loop(tile.rows, tile.part_rows, lambda at_i: loop(tile.columns, tile.part_columns, lambda at_j: do(at_i, at_j)))
+
+
+def _folded(x: jax.Array) -> jax.Array:
+    """Summed up into the shape of one register; sums within it would be slow, and are left to XLA."""
+    x = jnp.sum(x.reshape(-1, _SUBLANES, x.shape[1]), axis=0)
+    return functools.reduce(jnp.add, [x[:, k : k + LANES] for k in range(0, x.shape[1], LANES)])

@@ -1,0 +1,123 @@
+"""Sizes of the kernels' blocks, for each generation of chips.
+
+A large tile of the gradient reads its operands fewer times; its sums, two buffers each, must fit into the vector memory. The
+preferred sizes were found with the TPU compiler: with these the matrix units are the limit, not the memory. On v5e, for
+S_8x1024x1024ᵀ R_8x1024x4096 in bfloat16, the schedule of a tile of 1024 x 1024 has 16.8 k cycles an example, and the matrix
+units need 16.4 k at least; reading and writing takes 9.6 k. The faster units of v6e want larger tiles, and larger parts of
+them at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+
+LANES = 128
+_MIB = 2**20
+_MAX_CHUNK = 2048  # positions of the sequence at once; the loop over them is unrolled
+_MAX_PART_COLUMNS = 1536
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chip:
+    """Vector memory that a kernel may use, the preferred rows and columns of a tile, and the rows of a part of it."""
+
+    vmem: int
+    rows: int
+    columns: int
+    part_rows: int = 256
+
+
+# By `jax.Device.device_kind`. Two cores of a v4 or v5p chip share the tiles: smaller ones leave work for both.
+_CHIPS = {
+    "TPU v5 lite": _Chip(100 * _MIB, 1024, 1024),
+    "TPU v5": _Chip(52 * _MIB, 512, 1024),
+    "TPU v5p": _Chip(52 * _MIB, 512, 1024),
+    "TPU v6 lite": _Chip(100 * _MIB, 1024, 2048, part_rows=1024),
+}
+_OTHER = _Chip(12 * _MIB, 512, 512)  # as little as any of them has
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A block of the gradient, and how it is computed.
+
+    Attributes:
+      rows, columns: of the gradient and of the sums, in vector memory while all examples pass by.
+      part_rows, part_columns: what is computed at a time within it: values that the registers and their spills can hold.
+      chunk: positions of the sequence at a time.
+      vmem: vector memory for the compiler to use.
+    """
+
+    rows: int
+    columns: int
+    part_rows: int
+    part_columns: int
+    chunk: int
+    vmem: int
+
+
+def device_kind() -> str:
+    """The kind of device that is compiled for: of the mesh around, else JAX's default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
+def padded_length(length: int) -> int:
+    """The sequence's length in the kernel, a multiple of what the registers hold.
+
+    >>> padded_length(1024), padded_length(114), padded_length(130)
+    (1024, 128, 256)
+    """
+    unit = LANES if length > LANES else 16
+    return -(-length // unit) * unit
+
+
+def choose(
+    rows: int, columns: int, length: int, itemsize: int, num_sums: int, has_initial: bool, kind: str
+) -> Tile | None:
+    """The tile for g_n = S_nᵀ R_n of this shape; None where no tile fits into the vector memory.
+
+    >>> tile = choose(1024, 4096, 1024, 2, 2, False, "TPU v5 lite")
+    >>> tile.rows, tile.columns, tile.chunk
+    (1024, 1024, 1024)
+    """
+    chip = _CHIPS.get(kind, _OTHER)
+    prefer_rows, prefer_columns = chip.rows, chip.columns
+    length = padded_length(length)
+    chunk = _divisor(length, _MAX_CHUNK)
+    while True:
+        tile_rows, tile_columns = _side(rows, prefer_rows, 256), _side(columns, prefer_columns, LANES)
+        area = tile_rows * tile_columns * 4
+        buffers = 2 * chunk * (tile_rows + tile_columns) * itemsize
+        buffers += 2 * num_sums * area * (2 if has_initial else 1) + (area if chunk < length else 0)
+        part_rows, part_columns = _divisor(tile_rows, chip.part_rows), _divisor(tile_columns, _MAX_PART_COLUMNS)
+        parts = 2 * part_rows * part_columns * 4  # what is spilled, generously
+        if buffers + parts <= chip.vmem:
+            return Tile(tile_rows, tile_columns, part_rows, part_columns, chunk, chip.vmem)
+        if chunk > 512 and (smaller := _divisor(length, chunk // 2)) < chunk:
+            chunk = smaller
+        elif prefer_rows >= prefer_columns and prefer_rows > LANES:
+            prefer_rows //= 2
+        elif prefer_columns > LANES:
+            prefer_columns //= 2
+        else:
+            return None
+
+
+def _side(size: int, preferred: int, step: int) -> int:
+    """A tile's side near the preferred one, with little of the last tile wasted."""
+
+    def cost(side: int) -> float:
+        return math.ceil(size / side) * side * (1 + LANES / side)
+
+    return min([LANES, *range(step, preferred + preferred // 2, step)], key=cost)
+
+
+def _divisor(length: int, limit: int) -> int:
+    """The largest divisor up to `limit` that is a multiple of 128; the length itself if that is within the limit."""
+    if length <= limit:
+        return length
+    return max(d for d in range(LANES, limit + 1, LANES) if length % d == 0)
