@@ -176,21 +176,21 @@ def _reporting(main: Callable[[Sequence[str]], None]) -> Callable[[Sequence[str]
             _stop_together()
             _fail(str(e) or "interrupted", EXIT_INTERRUPTED, e)
         except Exception as e:
-            _end_all_processes(f"{type(e).__name__}: {_cleaned(str(e))}", EXIT_ERROR, e, traceback.format_exc())
+            _end_all_processes(f"{type(e).__name__}: {cleaned(str(e))}", EXIT_ERROR, e, traceback.format_exc())
             raise
 
     return wrapped
 
 
 def _fail(message: str, status: int, error: BaseException | None = None) -> None:
-    message = _cleaned(message)
+    message = cleaned(message)
     shown = f"\nERROR: {message}" if status != EXIT_INTERRUPTED else f"\n{message}"
     _end_all_processes(message, status, error, shown)
     print(shown, file=sys.stderr, flush=True)
     sys.exit(status)
 
 
-def _cleaned(message: str) -> str:
+def cleaned(message: str) -> str:
     """Gin adds a line for every configurable that was being made; the messages name their bindings themselves."""
     return re.sub(r"\n\s*In call to configurable .*", "", message)
 

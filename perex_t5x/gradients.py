@@ -80,13 +80,8 @@ def plain(
     leaves, tree = jax.tree.flatten(grads)
     done = [()] * len(leaves) if summed is None else tree.flatten_up_to(summed)
     left = [tuple(a for a in data_axes if a not in axes) for axes in done]
-    for axes in sorted(set(left)):
-        mine = [i for i, a in enumerate(left) if a == axes]
-        received = collectives.sum_over([leaves[i] for i in mine], axes, transport)
-        for i, leaf in zip(mine, received, strict=True):
-            leaves[i] = leaf
     loss, sums = collectives.sum_over(scalars, data_axes)
-    return Gradient(loss, sums, tree.unflatten(leaves))
+    return Gradient(loss, sums, tree.unflatten(collectives.sum_each_over(leaves, left, transport)))
 
 
 def with_statistics(

@@ -68,13 +68,11 @@ def _over_devices(call: Call, sums: dict[str, Any], account: Account) -> dict[st
     if not data_axes:
         return sums
     left = [tuple(a for a in data_axes if a not in r.over) for r in account.forms]
-    parcels = {axes: {str(i): sums["statistics"][i] for i, a in enumerate(left) if a == axes} for axes in set(left)}
     counts = {k: v for k, v in sums.items() if k != "statistics"}
-    parcels.setdefault(data_axes, {})["counts"] = counts
-    received: dict[str, Any] = {}
-    for axes, parcel in sorted(parcels.items()):
-        received |= collectives.sum_over(parcel, axes, call.options.transport)
-    return {**received["counts"], "statistics": [received[str(i)] for i in range(len(left))]}
+    *statistics, counts = collectives.sum_each_over(
+        [*sums["statistics"], counts], [*left, data_axes], call.options.transport
+    )
+    return {**counts, "statistics": statistics}
 
 
 def _chunk(call: Call, inputs: Inputs, initial: Any) -> tuple[dict[str, Any], Any, Account]:

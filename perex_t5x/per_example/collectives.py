@@ -39,6 +39,17 @@ def sum_over(tree: Any, axes: Sequence[str], transport: Any = None) -> Any:
     return jax.tree.map(one, tree)
 
 
+def sum_each_over(trees: Sequence[Any], axes: Sequence[Sequence[str]], transport: Any = None) -> list[Any]:
+    """`sum_over` of several, each over axes of its own; those of the same axes travel together."""
+    received = list(trees)
+    wanted = [tuple(a) for a in axes]
+    for over in sorted(set(wanted)):
+        mine = [i for i, a in enumerate(wanted) if a == over]
+        for i, tree in zip(mine, sum_over([trees[i] for i in mine], over, transport), strict=True):
+            received[i] = tree
+    return received
+
+
 def scatter_over(
     x: jax.Array, axes: Sequence[str], dimension: int, transport: Any = None, stages: Sequence[int] = ()
 ) -> jax.Array:

@@ -174,7 +174,7 @@ def measure(
     shapes, _, _ = trainer.abstract_state({feature: s.shape for feature, s in spec.items()})
     devices = trainer.partitioner.mesh.devices
     examples, length = spec["decoder_target_tokens"].shape
-    is_plain = plain.is_plain(trainer, shapes.params)
+    is_plain = trainer.has_plain_gradient(shapes.params)
     with working(f"{name}: compiling the step for {place}"):
         report, refusal = _compiled(compiler, trainer, spec)
     compared = None

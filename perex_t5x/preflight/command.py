@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,7 +59,5 @@ def run(function: Callable[[Any], int | None], usage: str | None, argv: Sequence
 
 
 def _fail(error: Exception, status: int) -> None:
-    # Gin adds a line for every configurable that was being made; the messages name their bindings themselves.
-    message = re.sub(r"\n\s*In call to configurable .*", "", str(error))
-    print(f"\nERROR: {message}", file=sys.stderr, flush=True)
+    print(f"\nERROR: {cli.cleaned(str(error))}", file=sys.stderr, flush=True)
     sys.exit(status)

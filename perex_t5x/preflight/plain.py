@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import optax
 
@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 COMPARED = (
     "the same model, mesh, batch and microbatches with optax.adamw on the plain gradient, no clipping, no skipping"
 )
-
-
-def is_plain(trainer: Trainer, params: Any) -> bool:
-    """Whether the trainer's own step has no per-example statistics. `params` may be shapes."""
-    return trainer.needs(params) == ("mean",) and trainer.clip_norm is None and trainer.non_finite == "keep"
 
 
 def plain_trainer(trainer: Trainer) -> Trainer:

@@ -61,7 +61,7 @@ def test_the_plain_step_beside_it(on_cpus):
     assert found.statistics == ("mean", "mean_square")
     other = plain.plain_trainer(trainer)
     shapes, _, _ = other.abstract_state({k: s.shape for k, s in spec.items()})
-    assert plain.is_plain(other, shapes.params) and not plain.is_plain(trainer, shapes.params)
+    assert other.has_plain_gradient(shapes.params) and not trainer.has_plain_gradient(shapes.params)
     assert trainer.model.optimizer_def is not other.model.optimizer_def  # the real one is left as it was
     # Two statistics are scattered where the plain step scatters one gradient.
     assert found.plain.collectives != found.report.collectives
