@@ -58,6 +58,14 @@ def accumulate(call: Call, inputs: Inputs, micro: int) -> tuple[Any, Any, Accoun
     return sums, per_unit, account
 
 
+def _factor(call: Call) -> float:
+    """What turns sums into averages, where the number of units is known beforehand; else 1."""
+    options = call.options
+    if options.unit != "example" or options.non_finite == "skip" or call.inputs.weights_Mxb is not None:
+        return 1.0
+    return 1.0 / (call.inputs.indices_Mxb.shape[0] * call.num_devices)
+
+
 def _varying(shape: jax.ShapeDtypeStruct) -> frozenset[str]:
     return frozenset() if shape.manual_axis_type is None else shape.manual_axis_type.varying
 
@@ -93,7 +101,7 @@ def _chunk(call: Call, inputs: Inputs, initial: Any) -> tuple[dict[str, Any], An
         if options.clip_norm is not None:
             scales = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norms, jnp.finfo(norms.dtype).tiny))
     wants_norms = options.passes == 1 and (options.norms or options.non_finite == "raise")
-    reducer = Reducer(options.statistics, units, unit_weights, scales, wants_norms, options.unit, **mesh)
+    reducer = Reducer(options.statistics, units, unit_weights, scales, wants_norms, options.unit, _factor(call), **mesh)
     (losses, aux), reduced = METHODS[options.method](gradient, reducer, inputs, initial)
     if wants_norms:
         norms = jnp.sqrt(sum(r.squares_N for r in reduced))
@@ -140,6 +148,7 @@ def finish(call: Call, sums: dict[str, Any], per_unit: Any, account: Account) ->
         weight_sum, weight_square_sum = sums["position_weight"], sums["position_weight_square"]
         noise = weight_sum
     unit_scale = weight_sum / one_if_zero(sums["unit_weight"])  # tokens: real positions per example
+    is_average = _factor(call) != 1.0
     averages: dict[str, Any] = {}
     for k, s in enumerate(options.statistics):
         leaves = []
@@ -148,8 +157,10 @@ def finish(call: Call, sums: dict[str, Any], per_unit: Any, account: Account) ->
             value, weight = values[k], weight_sum if per_token else sums["unit_weight"]
             if per_token:
                 value = value * s.fn(unit_scale.astype(value.dtype))
-            inverse = jnp.where(weight != 0, 1.0 / one_if_zero(weight), 0.0)
-            leaves.append(value * inverse.astype(value.dtype))
+            if not is_average:
+                inverse = jnp.where(weight != 0, 1.0 / one_if_zero(weight), 0.0)
+                value = value * inverse.astype(value.dtype)
+            leaves.append(value)
         averages[s.name] = leaves
     centered = None
     if call.inputs.shift is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -16,8 +17,8 @@ from perex_t5x.per_example.forms import Pre, Reduced, Reducer, Site, at_least_f3
 from perex_t5x.per_example.kernels import use
 from perex_t5x.per_example.placement import Placement, place
 
-# On a CPU a tile of the gradient and of its sums should stay in the cache while the examples pass by.
-CPU_TILE_BYTES = 512 * 1024
+# A tile of the gradient and of its sums should stay in the cache, or a TPU's vector memory, while the examples pass by.
+TILE_BYTES = {"cpu": 512 * 1024, "tpu": 16 * 2**20}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,17 +109,13 @@ def one_product_at_a_time(reducer: Reducer, site: Site) -> Reduced | None:
 
 
 def reduce_product(reducer: Reducer, product: Product, initial: Any, shift: jax.Array | None) -> Reduced:
-    """A loop over examples; on a CPU, within a loop over tiles of a large gradient; on a TPU, a kernel where it applies."""
+    """A loop over examples, within a loop over tiles of a large gradient; on a TPU, a kernel where it applies."""
     dtype = product.dtype
     begin = reducer.begin(initial, product.shape, dtype, product.place)
-    which, axis, out_axis, tile = _tiling(product, dtype)
     arguments = (begin, *product.placed(), reducer.weights_N, reducer.scales_N, shift)
 
     def whole(*arguments: Any) -> Any:
         return _whole(reducer, product, *arguments)
-
-    def tiled(*arguments: Any) -> Any:
-        return _by_tiles(reducer, product, which, axis, out_axis, tile, *arguments)
 
     # Who differentiates statistics, or maps over them, has XLA's form.
     @jax.custom_jvp
@@ -134,8 +131,10 @@ def reduce_product(reducer: Reducer, product: Product, initial: Any, shift: jax.
 
     kernel.defjvp(lambda primals, tangents: jax.jvp(whole, primals, tangents))
     forms = {}
-    if tile < product.shape[out_axis] and product.place is None:  # devices have tiles of their own
-        forms["cpu"] = tiled
+    for platform, tile_bytes in TILE_BYTES.items():
+        tiling = _tiling(product, dtype, tile_bytes)
+        if tiling is not None and product.place is None:  # devices have tiles of their own
+            forms[platform] = functools.partial(_by_tiles, reducer, product, *tiling)
     if not use.why_not(reducer, product, shift):
         forms["tpu"] = kernel
     sums, squares = jax.lax.platform_dependent(*arguments, **forms, default=whole) if forms else whole(*arguments)
@@ -153,17 +152,17 @@ def _whole(
     return over_examples(step, begin, (left, right, weights, scales), reducer.num_examples)
 
 
-def _tiling(product: Product, dtype: Any) -> tuple[int, int, int, int]:
-    """(operand, its axis, the result's axis, rows a tile): tiles of the longest axis that the result keeps."""
+def _tiling(product: Product, dtype: Any, tile_bytes: int) -> tuple[int, int, int, int] | None:
+    """(operand, its axis, the result's axis, rows a tile): tiles of the longest axis it keeps; None: one tile is enough."""
     free_l, free_r = product.free
     axes = [(0, a) for a in free_l] + [(1, a) for a in free_r]
     if not axes:
-        return 0, 0, 0, 1 << 62
+        return None
     out_axis = max(range(len(axes)), key=lambda i: product.shape[i])
     row_bytes = math.prod(product.shape) // max(product.shape[out_axis], 1) * dtype.itemsize
-    tile = max(CPU_TILE_BYTES // max(row_bytes, 1), 1)
+    tile = max(tile_bytes // max(row_bytes, 1), 1)
     if 2 * tile >= product.shape[out_axis]:
-        tile = product.shape[out_axis]
+        return None
     return *axes[out_axis], out_axis, tile
 
 

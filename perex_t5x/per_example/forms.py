@@ -123,6 +123,7 @@ class Reducer:
       scales_N: c_n, inside φ (clipping): φ(c_n g_n); None: all 1. Norms are of the gradient before scaling.
       norms: whether Σ g_n² is wanted.
       unit: 'example' or 'token'.
+      factor: of all sums, known beforehand: 1 / the number of all devices' examples makes them averages at no cost.
       varying: mesh axes over which values are known to differ (inside `shard_map` with check_vma=True).
       devices: mesh axes over which devices have examples of their own: the loss may not communicate over them.
       data_axes: those of them over which statistics are wanted of all devices' examples.
@@ -137,6 +138,7 @@ class Reducer:
     scales_N: jax.Array | None
     norms: bool
     unit: str = "example"
+    factor: float = 1.0
     varying: frozenset[str] = frozenset()
     devices: frozenset[str] = frozenset()
     data_axes: tuple[str, ...] = ()
@@ -152,14 +154,16 @@ class Reducer:
         return statistic.fn(g if shift is None or statistic.name not in SHIFTABLE else g - shift)
 
     def weighted(self, x: jax.Array, weight: jax.Array | None) -> jax.Array:
+        if self.factor != 1.0:
+            x = x * jnp.asarray(self.factor, x.dtype)
         if weight is None:
             return x
         return jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
 
     def total_weight(self, dtype: Any) -> jax.Array:
         if self.weights_N is None:
-            return jnp.asarray(self.num_examples, dtype)
-        return jnp.sum(self.weights_N).astype(dtype)
+            return jnp.asarray(self.num_examples * self.factor, dtype)
+        return (jnp.sum(self.weights_N) * self.factor).astype(dtype)
 
     def added(
         self, sums: Sequence[jax.Array], g: jax.Array, weight: Any, scale: Any, shift: jax.Array | None

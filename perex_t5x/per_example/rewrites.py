@@ -3,12 +3,11 @@
 - A scan that adds gradients up in its carry (the weights of an RNN, or of a layer applied repeatedly) is split in two: the
   scan without that carry, which stacks what the additions need, and the additions alone. The second is the gradient's
   producer.
-- A sum over axes of size one becomes a reshape.
+- A sum over axes of size one becomes a reshape; values lose such axes where nothing else depends on it (`unit_axes`).
 - A `cond` whose predicate depends on the example becomes both branches and a selection, as `jax.vmap` makes it.
 - Elementwise operations after a scan or remat, with a scalar or with something shared (a regulariser's gradient, a mask),
   are applied inside.
-- The transpose of a matrix product becomes the product of the operands exchanged, so that sums need no transpose; a
-  matrix product that is cut up becomes as many products.
+- Matrix products: `product_rewrites`.
 """
 
 from __future__ import annotations
@@ -16,73 +15,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from perex_t5x.per_example import jaxprs, manual, plan
-
-# Evaluates an equation anew: (equation, its arguments, a function from earlier variables to values) -> results.
-Rule = Callable[[core.JaxprEqn, Sequence[Any], Callable[[Any], Any]], list[Any]]
+from perex_t5x.per_example import jaxprs, plan
+from perex_t5x.per_example.product_rewrites import paddings, splits, transposes
+from perex_t5x.per_example.rewriting import Rule, rewritten, tails_of
+from perex_t5x.per_example.unit_axes import without_unit_axes
 
 
 def prepare(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable[int]) -> core.ClosedJaxpr:
     """Applies the rewrites, each where the walk back from a wanted result meets its place."""
     wanted = tuple(wanted)
-    for rewrite in (_sums_of_one, _selections, _pushed, _accumulations, _transposes, _splits):
+    for rewrite in (_sums_of_one, _selections, _pushed, _accumulations, paddings, transposes, splits):
         program = rewrite(program, batched, wanted)
-    return program
-
-
-def _tails(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> set[core.Var]:
-    """Everything between the wanted results and where their walk back ends, ends included."""
-    sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
-    through = plan.PERMUTATIONS | plan.CHEAP | manual.SUMS | {"split", "shard_map"}
-    found: set[core.Var] = set()
-    todo = [jaxpr.outvars[i] for i in wanted]
-    while todo:
-        v = todo.pop()
-        if isinstance(v, core.Literal) or v in found or v not in sources or uses[v] > 1:
-            continue
-        found.add(v)
-        eqn = sources[v][0]
-        if eqn.primitive.name in through:
-            todo.extend(eqn.invars)
-    return found
-
-
-def _rewritten(program: core.ClosedJaxpr, rules: dict[int, Rule]) -> core.ClosedJaxpr:
-    """The program with some equations, by id, evaluated by other functions."""
-    if not rules:
-        return program
-    jaxpr, sources = program.jaxpr, jaxprs.source_of(program.jaxpr)
-
-    def run(*arguments: Any) -> list[Any]:
-        env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        env.update(zip(jaxpr.invars, arguments, strict=True))
-
-        def apply(eqn: core.JaxprEqn) -> None:
-            values = [read(v) for v in eqn.invars]
-            rule = rules.get(id(eqn))
-            outs = jaxprs.bind(eqn, values) if rule is None else rule(eqn, values, read)
-            env.update(zip(eqn.outvars, outs, strict=True))
-
-        def read(v: Any) -> Any:
-            if isinstance(v, core.Literal):
-                return v.val
-            if v not in env:  # a rule looks ahead
-                apply(sources[v][0])
-            return env[v]
-
-        for eqn in jaxpr.eqns:
-            if not all(v in env for v in eqn.outvars):
-                apply(eqn)
-        return [read(v) for v in jaxpr.outvars]
-
-    return jaxprs.inline(jax.make_jaxpr(run)(*(jaxprs.struct(v) for v in program.in_avals)))
+    return without_unit_axes(program, tails_of(program.jaxpr, wanted))  # gradients have forms of their own
 
 
 # --- sums that add nothing --------------------------------------------------------------------------------------------
@@ -95,21 +46,21 @@ def _sums_of_one(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tup
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name == "reduce_sum" and plan.size(eqn.invars[0]) == plan.size(eqn.outvars[0]):
             rules[id(eqn)] = lambda eqn, arguments, read: [arguments[0].reshape(eqn.outvars[0].aval.shape)]
-    return _rewritten(program, rules)
+    return rewritten(program, rules)
 
 
 # --- cond on data -----------------------------------------------------------------------------------------------------
 
 
 def _selections(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
-    tails = _tails(program.jaxpr, wanted)
+    tails = tails_of(program.jaxpr, wanted)
     depends = jaxprs.dependent(program.jaxpr, batched)
     rules = {}
     for eqn in program.jaxpr.eqns:
         predicate = eqn.invars[0] if eqn.primitive.name == "cond" else None
         if isinstance(predicate, core.Var) and predicate in depends and any(v in tails for v in eqn.outvars):
             rules[id(eqn)] = _select
-    return _rewritten(program, rules)
+    return rewritten(program, rules)
 
 
 def _select(eqn: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
@@ -179,7 +130,7 @@ def _pushed(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[in
                 break
     for body, operations in inside.items():
         rules[body] = functools.partial(_bind_pushed, operations)
-    return _rewritten(program, rules)
+    return rewritten(program, rules)
 
 
 def _operation(eqn: core.JaxprEqn, sources: Any, depends: set[core.Var]) -> _Operation | None:
@@ -257,7 +208,7 @@ def _bind_pushed(
 
 def _accumulations(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
     del batched
-    tails, sources = _tails(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
+    tails, sources = tails_of(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
     rules = {}
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name != "scan" or plan.is_accumulation(eqn):
@@ -271,7 +222,7 @@ def _accumulations(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: t
             carry = jaxprs.split_scan(eqn.invars, eqn.params)[1]
             from_zeros = {i for i in added if plan.is_zeros(carry[i], sources)}
             rules[id(eqn)] = functools.partial(_split, body, added, from_zeros)
-    return _rewritten(program, rules)
+    return rewritten(program, rules)
 
 
 def _addition(body: core.Jaxpr, params: dict[str, Any], index: int) -> plan.Producer | None:
@@ -367,67 +318,3 @@ def _added_up(node: plan.Producer, old: core.Var, begin: Any, known: Any, varyin
         return env[node.root], None
 
     return jax.lax.scan(step, begin, [varying[v] for v in names], **loop)[0]
-
-
-# --- what follows a product -------------------------------------------------------------------------------------------
-
-
-def _transposes(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
-    del batched
-    tails, sources = _tails(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
-    rules: dict[int, Rule] = {}
-    for eqn in program.jaxpr.eqns:
-        if eqn.primitive.name != "transpose" or eqn.outvars[0] not in tails or eqn.invars[0] not in tails:
-            continue
-        product = sources[eqn.invars[0]][0]
-        if product.primitive.name == "dot_general" and _exchanges(product, eqn.params["permutation"]):
-            rules[id(product)] = _exchanged
-            rules[id(eqn)] = lambda eqn, arguments, read: list(arguments)
-    return _rewritten(program, rules)
-
-
-def _exchanges(product: core.JaxprEqn, permutation: Sequence[int]) -> bool:
-    """Whether the permutation puts all axes of the right operand before those of the left, both in order."""
-    (contract_l, contract_r), (batch_l, _) = product.params["dimension_numbers"]
-    left, right = (v.aval.ndim - len(c) for v, c in zip(product.invars, (contract_l, contract_r), strict=True))
-    return not batch_l and tuple(permutation) == (*range(left, left + right), *range(left))
-
-
-def _exchanged(product: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
-    del read
-    (contract_l, contract_r), batch = product.params["dimension_numbers"]
-    precision = product.params["precision"]
-    params = {
-        **product.params,
-        "dimension_numbers": ((contract_r, contract_l), batch),
-        "precision": precision[::-1] if isinstance(precision, tuple) else precision,
-    }
-    return jaxprs.bind_with(product, list(arguments)[::-1], params)
-
-
-def _splits(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
-    """A product that is cut up, as the gradient of concatenated parameters is: one product for each part."""
-    del batched
-    tails, sources = _tails(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
-    rules: dict[int, Rule] = {}
-    for eqn in program.jaxpr.eqns:
-        if eqn.primitive.name == "split" and any(v in tails for v in eqn.outvars) and eqn.invars[0] in sources:
-            product = sources[eqn.invars[0]][0]
-            if product.primitive.name == "dot_general" and not product.params["dimension_numbers"][1][0]:
-                rules[id(eqn)] = functools.partial(_split_product, product)
-    return _rewritten(program, rules)
-
-
-def _split_product(product: core.JaxprEqn, eqn: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
-    del arguments
-    contracted, _ = product.params["dimension_numbers"]
-    operands = [read(v) for v in product.invars]
-    free = [(k, a) for k in (0, 1) for a in range(jnp.ndim(operands[k])) if a not in contracted[k]]
-    which, axis = free[eqn.params["axis"]]
-    parts, start = [], 0
-    for length in eqn.params["sizes"]:
-        cut = list(operands)
-        cut[which] = jax.lax.slice_in_dim(operands[which], start, start + length, axis=axis)
-        parts += jaxprs.bind(product, cut)
-        start += length
-    return parts

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from perex_t5x.preflight import replica_groups
 from perex_t5x.preflight.hlo_text import Instruction, parse_computations, shape_arrays
+from perex_t5x.preflight.kernel_text import is_kernel
 from perex_t5x.preflight.loops import Frame, TripCounts
 
 KINDS = (
@@ -124,20 +125,26 @@ class Program:
             if instruction.opcode == "fusion":
                 yield from self._inner(inner, loops, instruction, fusion)
 
-    def cycles(self) -> int:
+    def cycles(self, kernels: Mapping[str, int] | None = None) -> int:
         """The compiler's estimates of all instructions, each as often as it runs; of a conditional, its longest branch.
 
-        Collectives, copies between memories, scatters, gathers and Pallas kernels have no estimate: see `unestimated`.
-        """
-        return self._cycles(Frame(self.computations[self.entry]))
+        Collectives, copies between memories, scatters and gathers have no estimate: see `unestimated`.
 
-    def _cycles(self, frame: Frame) -> int:
+        Args:
+          kernels: name -> cycles of Pallas kernels, which have none either: see `kernel_cycles`.
+        """
+        return self._cycles(Frame(self.computations[self.entry]), kernels or {})
+
+    def _cycles(self, frame: Frame, kernels: Mapping[str, int]) -> int:
         total = 0
         for instruction in frame.computation:
             own = _CYCLES.search(instruction.attributes)
-            called = [self._cycles(self._trips.enter(frame, instruction, name)) for _, name in _run_by(instruction)]
+            inner = [self._trips.enter(frame, instruction, name) for _, name in _run_by(instruction)]
+            called = [self._cycles(computation, kernels) for computation in inner]
             if own:
                 total += int(own[1])
+            elif instruction.name in kernels:
+                total += kernels[instruction.name]
             elif instruction.opcode == "while":
                 trips = self._trips.of(frame, instruction)
                 total += sum(called) * (1 if trips is None else trips)
@@ -147,13 +154,14 @@ class Program:
                 total += sum(called)
         return total
 
-    def unestimated(self) -> list[Executed]:
-        """Kernels and custom fusions without an estimate of cycles, collectives apart."""
+    def unestimated(self, kernels: Collection[str] = ()) -> list[Executed]:
+        """Kernels, but for those given, and custom fusions without an estimate of cycles, collectives apart."""
         return [
             e
             for e in self.executed()
             if not _CYCLES.search(e.instruction.attributes)
-            and (_is_kernel(e.instruction) or "kind=kCustom" in e.instruction.attributes)
+            and (is_kernel(e.instruction) or "kind=kCustom" in e.instruction.attributes)
+            and e.instruction.name not in kernels
             and not e.instruction.name.startswith("async-collective")
         ]
 
@@ -251,10 +259,6 @@ def _run_by(instruction: Instruction) -> list[tuple[str, str]]:
     if instruction.opcode in ("while", "call", "conditional", "async-start", "custom-call"):
         return [(role, name) for role, name in instruction.called]
     return []
-
-
-def _is_kernel(instruction: Instruction) -> bool:
-    return instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
 
 
 def _is_scattered(e: Executed) -> bool:

@@ -86,8 +86,8 @@ def parse_computations(text: str) -> tuple[dict[str, Computation], str]:
     """Returns the computations by name, and the name of the one that is the program."""
     computations: dict[str, Computation] = {}
     entry, current = "", None
-    for line in text.splitlines():
-        if line[:1] == "}":
+    for line in _logical_lines(text):
+        if line.rstrip() == "}":
             current = None
         elif current is None:
             header = _HEADER.match(line)
@@ -104,6 +104,19 @@ def parse_computations(text: str) -> tuple[dict[str, Computation], str]:
     if not entry:
         raise ValueError("not the text of a compiled program: it has no ENTRY computation")
     return computations, entry
+
+
+def _logical_lines(text: str) -> Iterator[str]:
+    """Lines of which none is the rest of the one before: what a kernel says of itself is written over several."""
+    held = ""
+    for line in text.splitlines():
+        if held and line and not line[:1].isspace() and line[:1] in '"}' and line.rstrip() != "}":
+            held += line
+            continue
+        if held:
+            yield held
+        held = line
+    yield held
 
 
 def _instruction(name: str, rest: str) -> Instruction:

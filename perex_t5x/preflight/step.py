@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gin
@@ -24,6 +25,7 @@ from perex_t5x import console, gin_utils
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.preflight.chips import Chip, chip_of
 from perex_t5x.preflight.hlo import Collective, Program
+from perex_t5x.preflight.kernel_cycles import kernel_cycles
 
 if TYPE_CHECKING:
     from perex_t5x.trainer import Trainer
@@ -199,8 +201,8 @@ class StepReport:
         return self.cycles / self.chip.clock_hz if self.chip else None
 
 
-def report(compiled: Any, mesh: Mesh) -> StepReport:
-    """Reads a compiled program."""
+def report(compiled: Any, mesh: Mesh, folder: Path | None = None) -> StepReport:
+    """Reads a compiled program; what is found of its kernels is kept in `folder`."""
     memory = compiled.memory_analysis()
     try:
         program = Program(compiled.as_text())
@@ -209,14 +211,16 @@ def report(compiled: Any, mesh: Mesh) -> StepReport:
             f"the step compiles, but jaxlib {jax.lib.__version__} cannot print what the compiler has made of it: {e} "
             "Try another version of libtpu."
         ) from e
+    chip = chip_of(mesh.devices.flat[0])
+    kernels = {} if chip is None else kernel_cycles(program, chip, folder)
     return StepReport(
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
-        cycles=program.cycles(),
+        cycles=program.cycles(kernels),
         collectives=tuple(program.collectives(mesh)),
-        unestimated=tuple(e.instruction.name for e in program.unestimated()),
-        chip=chip_of(mesh.devices.flat[0]),
+        unestimated=tuple(e.instruction.name for e in program.unestimated(kernels)),
+        chip=chip,
     )

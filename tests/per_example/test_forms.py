@@ -187,7 +187,7 @@ def test_tiles(monkeypatch, tile_bytes, transposed):
     """Tiles of the last or the first axis, with a remainder, are the whole."""
     loss, params, batch = tied(transposed)
     expected = jax.jit(per_example.grad_statistics(loss, STATISTICS, norms=True))(params, batch)
-    monkeypatch.setattr(dense, "CPU_TILE_BYTES", tile_bytes)
+    monkeypatch.setitem(dense.TILE_BYTES, "cpu", tile_bytes)
     tiled = jax.jit(per_example.grad_statistics(loss, STATISTICS, norms=True, microbatch_size=2))(params, batch)
     for a, e in zip(jax.tree.leaves(tiled), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-6)
@@ -195,7 +195,7 @@ def test_tiles(monkeypatch, tile_bytes, transposed):
 
 def test_other_platforms_get_the_untiled_form(monkeypatch):
     """Lowered for a TPU on this machine: no tiles, and nothing asks for the machine's own backend."""
-    monkeypatch.setattr(dense, "CPU_TILE_BYTES", 100)
+    monkeypatch.setitem(dense.TILE_BYTES, "cpu", 100)
     loss, params, batch = tied(False)
     traced = jax.jit(per_example.grad_statistics(loss)).trace(params, batch)
     cpu, tpu = (traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "tpu"))

@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from perex_t5x.per_example.kernels.tiles import LANES, Tile, padded_length
 
 _SUBLANES = 8
+NAME = "per_example_products"  # in compiled programs and profiles
 
 # From a product in float32 to the gradient that φ sees.
 Finish = Callable[[jax.Array], jax.Array]
@@ -96,9 +97,29 @@ def sums_of_products(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=tile.vmem
         ),
         interpret=interpret,
-        name="per_example_products",
+        name=NAME,
+        cost_estimate=_cost(s_NxTxI, r_NxTxJ, grid, num_sums, bool(initial)),
     )(*scalars, s_NxTxI, r_NxTxJ, *initial)
     return list(out[:num_sums]), jnp.sum(out[-1], axis=(0, 1, 3, 4)) if norms else None
+
+
+def _cost(s_NxTxI: jax.Array, r_NxTxJ: jax.Array, grid: tuple[int, ...], num_sums: int, adds: bool) -> pl.CostEstimate:
+    """Products; and bytes: each operand as often as there are tiles along the other, sums written, and read before."""
+    n, length, rows = s_NxTxI.shape
+    columns = r_NxTxJ.shape[2]
+    read = (grid[1] * s_NxTxI.size + grid[0] * r_NxTxJ.size) * s_NxTxI.dtype.itemsize
+    sums = num_sums * rows * columns * 4 * (2 if adds else 1)
+    return pl.CostEstimate(flops=2 * n * length * rows * columns, bytes_accessed=read + sums, transcendentals=0)
+
+
+def shares(num_examples: int, num_chunks: int) -> tuple[float, ...]:
+    """Of the grid's steps, those in which the kernel's larger conditional parts run, in their order; for `preflight`.
+
+    >>> shares(8, 1), shares(8, 2)
+    ((0.125,), (0.0625, 0.5, 0.5))
+    """
+    begins = 1 / (num_examples * num_chunks)
+    return (begins,) if num_chunks == 1 else (begins, 1 - 1 / num_chunks, 1 / num_chunks)
 
 
 def _kernel(

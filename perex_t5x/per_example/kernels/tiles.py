@@ -66,13 +66,12 @@ def device_kind() -> str:
 
 
 def padded_length(length: int) -> int:
-    """The sequence's length in the kernel, a multiple of what the registers hold.
+    """The sequence's length in the kernel: one that does not fit at once is cut into equal chunks, multiples of 128.
 
-    >>> padded_length(1024), padded_length(114), padded_length(130)
-    (1024, 128, 256)
+    >>> padded_length(1023), padded_length(2049)
+    (1023, 2176)
     """
-    unit = LANES if length > LANES else 16
-    return -(-length // unit) * unit
+    return length if length <= _MAX_CHUNK else -(-length // LANES) * LANES
 
 
 def choose(
