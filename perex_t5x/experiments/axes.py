@@ -64,7 +64,7 @@ def _part(label: str, axis: str, value: Any) -> str:
 
 
 def _safe(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.+-]+", "-", text).strip("-.") or "x"
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", text).strip("-.") or "x"
 
 
 def _digest(run: Mapping[str, Any]) -> str:

@@ -83,14 +83,16 @@ class Sweep:
         named = [f"sweep.Sweep.{b}" for b in bindings]
         gin_utils.parse_gin_flags(search_paths, [path], named)
         try:
-            configurable = gin.get_configurable(cls)
-        except Exception:
+            bound = gin.get_bindings(cls, resolve_references=False)
+        except ValueError:
+            bound = {}
+        if not bound:
             raise ConfigError(
                 f"--sweep={path} does not bind perex_t5x.experiments.sweep.Sweep: it is not a sweep's file. Shipped are "
                 "sweeps/learning_rate.gin and sweeps/sqrt_lr.gin."
-            ) from None
+            )
         try:
-            made = configurable()
+            made = gin.get_configurable(cls)()
         except TypeError:
             raise ConfigError(f"--sweep={path} gives no name: add sweep.Sweep.name = 'my_sweep'.") from None
         finally:
