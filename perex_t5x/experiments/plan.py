@@ -261,7 +261,7 @@ def _dry_run(run: Run) -> str | None:
 
     from perex_t5x import train as train_script
 
-    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()), _quiet():
+    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()), quiet():
         try:
             parse(run.files, run.bindings, run.search_paths, scratch)
             gin.get_configurable(train_script.train)(dry_run=True)
@@ -275,9 +275,10 @@ def _dry_run(run: Run) -> str | None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Warnings and errors only: what every run would say of itself is too much for a sweep."""
     former = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
+    logging.set_verbosity(logging.WARNING)
     try:
         yield
     finally:

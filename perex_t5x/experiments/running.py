@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from absl import logging
 
 from perex_t5x.errors import ConfigError
+from perex_t5x.experiments import twins
 from perex_t5x.experiments.folder import Folder
 from perex_t5x.experiments.overview import Overview
 from perex_t5x.experiments.runs import WAITING, Result, Run, absolute
@@ -55,9 +56,11 @@ def run(
         described = kept.write_description(plan)
         results = {r.name: found for r in plan.runs if (found := kept.result(r)) is not None}
         kept.write_results(described, results)
-        todo = [r for r in chosen if r.name not in results]
-        if len(chosen) > len(todo):
-            logging.info("%d of %d runs are finished already", len(chosen) - len(todo), len(chosen))
+        first_of = twins.firsts(chosen, results)
+        unfinished = [r for r in chosen if r.name not in results]
+        todo = [r for r in unfinished if first_of[r.name] is r]
+        if len(chosen) > len(unfinished):
+            logging.info("%d of %d runs are finished already", len(chosen) - len(unfinished), len(chosen))
         writing = threading.Lock()
 
         def finished(run: Run, result: Result) -> None:
@@ -65,10 +68,22 @@ def run(
                 if result.final:
                     kept.write_result(run, result)
                 results[run.name] = result
+                copied = copy_twins(run) if result.final else []
                 kept.write_results(described, results)
-            show.finished(result)
+            for ended in (result, *copied):
+                show.finished(ended)
+
+        def copy_twins(run: Run) -> list[Result]:
+            waiting = [r for r in unfinished if first_of[r.name] is run and r is not run]
+            for twin in waiting:
+                results[twin.name] = twins.copy(kept, run, twin, results[run.name])
+                kept.write_result(twin, results[twin.name])
+            return [results[twin.name] for twin in waiting]
 
         stop = threading.Event()
+        for ended in [r for r in chosen if r.name in results]:
+            copy_twins(ended)
+        kept.write_results(described, results)
         with Overview(chosen, results, stream=overview) as show, _asking_to_stop(stop):
             if together:
                 _run_together(kept, todo, folder, show, finished, parallel, stop)

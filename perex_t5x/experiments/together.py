@@ -68,7 +68,7 @@ class _Group:
         """The run's own things, and the program, compiled."""
         with self._lock:
             self.making = not self.ready
-            with _gin_lock:
+            with _gin_lock, plans.quiet():
                 prepared = self._parsed(run, root)
             if self.making:
                 prepared.program.compile()

@@ -1,6 +1,7 @@
 """Sweeps of the tests' tiny task, and what tests ask of them."""
 
 import json
+import sys
 
 from perex_t5x.experiments.sweep import Sweep
 from tests import tiny
@@ -29,3 +30,13 @@ def rows(folder):
             if values:
                 found[row["name"], row["step"]] = values
     return found
+
+
+def sweep_command(folder, *arguments):
+    """`python -m perex_t5x.experiments.sweep` on the tiny task."""
+    files = [f"--gin_file={f}" for f in FILES]
+    return [
+        *(sys.executable, "-m", "perex_t5x.experiments.sweep", "--sweep=sweeps/learning_rate.gin", f"--dir={folder}"),
+        *(*files, *(f"--gin_bindings={b}" for b in BINDINGS), *arguments),
+        "--sweep.gin_bindings={}",
+    ]

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -15,7 +14,7 @@ from perex_t5x.errors import ConfigError
 from perex_t5x.experiments import program
 from perex_t5x.experiments.folder import Folder
 from tests import tiny
-from tests.experiments.sweep_support import BINDINGS, plan, rows
+from tests.experiments.sweep_support import plan, rows, sweep_command
 
 
 def run(made, folder, **options):
@@ -71,10 +70,21 @@ def test_diverged_run_is_a_result_and_the_others_go_on(tmp_path):
     with open(tmp_path / "results.csv", encoding="utf-8") as f:
         table = {row["name"]: row for row in csv.DictReader(f)}
     assert table["lr1e+30_s0"]["eval_loss"] == "" and table["lr1e+30_s0"]["status"] == "failed"
-    assert float(table["lr0.01_s0"]["eval_loss"]) == results[0].eval_loss == results[0].best_eval_loss or True
-    assert list(table["lr0.01_s0"]) == (
-        "name status batch_size learning_rate seed steps examples_seen train_loss eval_loss best_eval_loss seconds error"
-    ).split()
+    assert float(table["lr0.01_s0"]["eval_loss"]) == results[0].eval_loss
+    assert list(table["lr0.01_s0"]) == [
+        "name",
+        "status",
+        "batch_size",
+        "learning_rate",
+        "seed",
+        "steps",
+        "examples_seen",
+        "train_loss",
+        "eval_loss",
+        "best_eval_loss",
+        "seconds",
+        "error",
+    ]
 
 
 def test_finished_runs_are_left_alone_and_new_values_are_added(tmp_path):
@@ -85,6 +95,19 @@ def test_finished_runs_are_left_alone_and_new_values_are_added(tmp_path):
     results = run(plan(learning_rates=[0.01, 0.02, 0.03]), tmp_path)
     assert [r.status for r in results] == ["done"] * 3
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "runs" / "lr0.01_s0").rglob("*")}
+
+
+def test_runs_of_the_same_configuration_are_made_once(tmp_path):
+    made = plan(batch_sizes=[8, 16], rule=["sqrt", "linear"])
+    results = run(made, tmp_path, only="linear")
+    assert [r.status for r in results] == ["waiting", "waiting", "done", "done"]
+    results = {r.name: r for r in run(made, tmp_path)}
+    assert results["sqrt_b16_s0"].seconds == 0.0 < results["sqrt_b8_s0"].seconds
+    assert results["sqrt_b16_s0"].eval_loss == results["linear_b16_s0"].eval_loss
+    assert results["sqrt_b8_s0"].eval_loss != results["linear_b8_s0"].eval_loss
+    config = (tmp_path / "runs" / "sqrt_b16_s0" / "config.gin").read_text()
+    assert "runs/sqrt_b16_s0'" in config and "linear_b16_s0" not in config
+    assert rows(tmp_path / "runs" / "sqrt_b16_s0") == rows(tmp_path / "runs" / "linear_b16_s0")
 
 
 def test_crash_of_one_run_does_not_stop_the_others_and_is_tried_again(tmp_path, monkeypatch):
@@ -112,18 +135,9 @@ def test_configurations_that_need_a_process_of_their_own(tmp_path):
         run(plan(), tmp_path / "b", parallel=0)
 
 
-def _sweep_command(folder, *arguments):
-    files = [f"--gin_file={f}" for f in ("models/tiny.gin", "runs/pretrain.gin", "optimizers/adamw.gin")]
-    return [
-        *(sys.executable, "-m", "perex_t5x.experiments.sweep", "--sweep=sweeps/learning_rate.gin", f"--dir={folder}"),
-        *(*files, *(f"--gin_bindings={b}" for b in BINDINGS), *arguments),
-        "--sweep.gin_bindings={}",
-    ]
-
-
 def test_killed_sweep_loses_no_finished_run_and_repeats_none(tmp_path):
-    command = _sweep_command(tmp_path, "--together", "--parallel=1", "--gin.TRAIN_STEPS=400")
-    command += ["--sweep.seeds=[0]", "--sweep.rate_factors=[0.5, 1.0, 2.0]"]
+    command = sweep_command(tmp_path, "--together", "--parallel=1", "--gin.TRAIN_STEPS=80")
+    command += ["--sweep.seeds=[0]", "--sweep.rate_factors=[0.5, 0.7, 1.0, 1.4, 2.0]"]
     environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": os.getcwd()}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
@@ -136,11 +150,11 @@ def test_killed_sweep_loses_no_finished_run_and_repeats_none(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
     finished = list(tmp_path.glob("runs/*/result.json"))
-    assert 1 <= len(finished) < 3
+    assert 1 <= len(finished) < 5
     before = {p: p.stat().st_mtime_ns for f in finished for p in f.parent.rglob("*")}
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr
     assert before == {p: p.stat().st_mtime_ns for f in finished for p in f.parent.rglob("*")}
     results = [json.loads(p.read_text()) for p in tmp_path.glob("runs/*/result.json")]
-    assert [r["status"] for r in results] == ["done"] * 3
-    assert "3 runs: 3 done." in again.stdout and "perex_t5x.experiments.report" in again.stdout
+    assert [r["status"] for r in results] == ["done"] * 5
+    assert "5 runs: 5 done." in again.stdout and "perex_t5x.experiments.report" in again.stdout
