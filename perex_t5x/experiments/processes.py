@@ -10,18 +10,28 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from perex_t5x import cli, local_processes
+from perex_t5x import cli
 from perex_t5x.experiments import folder as folders
 from perex_t5x.experiments.overview import Overview
 from perex_t5x.experiments.runs import FAILED, STOPPED, Result, Run
 
 _DIVERGED = re.compile(r"the loss of step (\d+) is (\S+):|the parameters after step (\d+) are not finite")
 _PROGRESS = re.compile(r"^step (\d+)/\d+ .*?loss (\S+)", re.MULTILINE)
+# Has the kernel kill the process when the sweep dies, however it dies, then becomes the training. Not a `preexec_fn`: this
+# process has threads, and a fork of it that runs Python may hang.
+_DIES_WITH_PARENT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 _PERIOD = 0.2  # seconds between looks
 
 
@@ -33,17 +43,15 @@ class _Child:
         self._begun = time.monotonic()
         os.makedirs(self.folder, exist_ok=True)
         self.log = os.path.join(self.folder, "log.txt")
-        parent = os.getpid()
         with open(self.log, "ab") as log:
             self._start = log.tell()
             self.process = subprocess.Popen(
-                run.command(root),
+                [sys.executable, "-S", "-E", "-c", _DIES_WITH_PARENT, str(os.getpid()), *run.command(root)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches the sweep alone, which passes it on
-                preexec_fn=lambda: local_processes._die_with(parent),
             )
 
     def said(self, most: int = 20_000) -> str:

@@ -35,8 +35,6 @@ def rows(folder):
 def sweep_command(folder, *arguments):
     """`python -m perex_t5x.experiments.sweep` on the tiny task."""
     files = [f"--gin_file={f}" for f in FILES]
-    return [
-        *(sys.executable, "-m", "perex_t5x.experiments.sweep", "--sweep=sweeps/learning_rate.gin", f"--dir={folder}"),
-        *(*files, *(f"--gin_bindings={b}" for b in BINDINGS), *arguments),
-        "--sweep.gin_bindings={}",
-    ]
+    bindings = [f"--gin_bindings={b}" for b in BINDINGS]
+    sweep = ["--sweep=sweeps/learning_rate.gin", "--sweep.gin_bindings={}", f"--dir={folder}"]
+    return [sys.executable, "-m", "perex_t5x.experiments.sweep", *sweep, *files, *bindings, *arguments]
