@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 BATCH_SIZE, RULE, LEARNING_RATE, RATE_FACTOR, SEED = "batch_size", "rule", "learning_rate", "rate_factor", "seed"
+OWN = (BATCH_SIZE, RULE, LEARNING_RATE, RATE_FACTOR, SEED)
 _SHORT = {BATCH_SIZE: "b", LEARNING_RATE: "lr", RATE_FACTOR: "x", SEED: "s", RULE: ""}
 
 

@@ -54,7 +54,15 @@ def _main(args: Any) -> int:
     sys.modules["__main__"].train = train_script.train  # ported files say `import __main__ as train_script`
     cli._configure_data()
     sweep = Sweep.load(args.sweep, args.sweep_bindings, args.gin_search_paths)
-    plan = sweep.plan(args.gin_file, args.gin_bindings, args.gin_search_paths)
+    passed_on = [
+        *([f"--tfds_data_dir={args.tfds_data_dir}"] if args.tfds_data_dir else []),
+        *(
+            [f"--seqio_additional_cache_dirs={','.join(args.seqio_additional_cache_dirs)}"]
+            if args.seqio_additional_cache_dirs
+            else []
+        ),
+    ]
+    plan = sweep.plan(args.gin_file, args.gin_bindings, args.gin_search_paths, flags=passed_on)
     folder = args.dir or f"sweeps/{sweep.name}"
     if args.print_commands:
         for run in plan.runs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ def parts(sweep: Sweep, slips: list[str]) -> list[Part]:
     _check_single(sweep, slips)
     found: list[Part] = []
     for axis, values in _mapping(sweep.files, "files", slips).items():
+        if axis in axes.OWN:
+            slips.append(f"files[{axis!r}]: the name is that of another axis; give yours another.")
+            continue
         found += _axis(f"files[{axis!r}]", axis, values, _is_files, "a Gin file or a list of them", slips)
     seen: set[str] = set()
     for name, values in _mapping(sweep.grid, "grid", slips).items():
@@ -44,6 +48,19 @@ def parts(sweep: Sweep, slips: list[str]) -> list[Part]:
         found += _axis("rate_factors", axes.RATE_FACTOR, sweep.rate_factors, _is_positive, _POSITIVE, slips)
     found += _axis("seeds", axes.SEED, sweep.seeds, _is_seed, "a whole number, not negative", slips)
     return found
+
+
+def usable(sweep: Sweep) -> Sweep:
+    """The sweep with defaults in the place of single values that are wrong, so that the rest can be checked."""
+    named = sweep.rule if isinstance(sweep.rule, list | tuple) else [sweep.rule]
+    return dataclasses.replace(
+        sweep,
+        base_batch_size=sweep.base_batch_size if _is_count(sweep.base_batch_size) else None,
+        base_learning_rate=sweep.base_learning_rate if _is_positive(sweep.base_learning_rate) else None,
+        rule=[rule for rule in named if _is_rule(rule)] or "sqrt",
+        files=_mapping(sweep.files, "", []),
+        gin_bindings=_mapping(sweep.gin_bindings, "", []),
+    )
 
 
 _VALUE = "a number, a string, a truth value, None, or a list of them (a reference is written as a string: '@name')"
@@ -143,7 +160,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _is_rule(value: Any) -> bool:
-    return value in rules.RULES
+    return isinstance(value, str) and value in rules.RULES
 
 
 def _is_files(value: Any) -> bool:

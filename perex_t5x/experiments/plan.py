@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import hashlib
-import io
 import re
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from absl import logging
-
-from perex_t5x import cli, gin_utils
+from perex_t5x import cli
 from perex_t5x.errors import ConfigError
-from perex_t5x.experiments import axes, description, rules, scaling, settings
+from perex_t5x.experiments import axes, configuration, description, rules, scaling, settings
 from perex_t5x.experiments.runs import Result, Run
 from perex_t5x.experiments.sweep import Sweep
 
@@ -73,15 +69,17 @@ def make(
     gin_bindings: Sequence[str] = (),
     search_paths: Sequence[str] = (),
     check: bool = True,
+    flags: Sequence[str] = (),
 ) -> Plan:
     """See `Sweep.plan`."""
     slips: list[str] = []
     parts = description.parts(sweep, slips)
+    asked, sweep = sweep, description.usable(sweep)
     files = tuple(gin_files or sweep.gin_files)
     if not files:
         raise ConfigError("no Gin files: give --gin_file=..., or sweep.Sweep.gin_files = [...].")
     common = tuple([*(f"{name} = {written(v)}" for name, v in sweep.gin_bindings.items()), *gin_bindings])
-    parse = _Parser(files, common, tuple(search_paths), _file_axes(sweep))
+    parse = _Parser(files, common, tuple(search_paths), set(sweep.files))
     try:
         parse()
     except ConfigError as e:
@@ -89,10 +87,11 @@ def make(
     parts = _known_bindings(parts, sweep, parse, slips)
     runs = _runs(sweep, axes.product(parts), parse, slips)
     if check:
-        _check_configurations(runs, slips)
+        configuration.check(runs, slips)
     if slips:
         raise ConfigError(_numbered(list(dict.fromkeys(slips))))
-    return Plan(sweep, files, common, tuple(search_paths), tuple(runs))
+    runs = [dataclasses.replace(run, flags=tuple(flags)) for run in runs]
+    return Plan(asked, files, common, tuple(search_paths), tuple(runs))
 
 
 def written(value: Any) -> str:
@@ -111,10 +110,6 @@ def _numbered(slips: Sequence[str]) -> str:
     return "\n".join([f"the sweep has {len(slips)} slips:", *(f"{i}. {slip}" for i, slip in enumerate(slips, 1))])
 
 
-def _file_axes(sweep: Sweep) -> set[str]:
-    return set(sweep.files) if isinstance(sweep.files, Mapping) else set()
-
-
 class _Parser:
     """Parses the common configuration with some runs' files and bindings."""
 
@@ -129,20 +124,13 @@ class _Parser:
 
     def bindings(self, values: Mapping[str, Any]) -> tuple[str, ...]:
         """Those of the grid; batch size, rate and seed have their own ways."""
-        special = {axes.BATCH_SIZE, axes.RULE, axes.LEARNING_RATE, axes.RATE_FACTOR, axes.SEED, *self.file_axes}
+        special = {*axes.OWN, *self.file_axes}
         return tuple(f"{name} = {written(value)}" for name, value in values.items() if name not in special)
 
     def __call__(self, values: Mapping[str, Any] | None = None) -> None:
         values = values or {}
-        parse(self.all_files(values), [*self.common, *self.bindings(values)], self.search_paths)
-
-
-def parse(files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str], model_dir: str = "sweep") -> None:
-    """Makes a run's configuration the one that Gin holds; MODEL_DIR, which every run has for itself, is filled in."""
-    import gin
-
-    gin.clear_config()
-    gin_utils.parse_gin_flags(search_paths, files, [*bindings, f"MODEL_DIR = {model_dir!r}"])
+        bindings = [*self.common, *self.bindings(values)]
+        configuration.parse(self.all_files(values), bindings, self.search_paths)
 
 
 def _known_bindings(parts: list[Any], sweep: Sweep, parse: _Parser, slips: list[str]) -> list[Any]:
@@ -151,8 +139,7 @@ def _known_bindings(parts: list[Any], sweep: Sweep, parse: _Parser, slips: list[
     for part in parts:
         wrong = set()
         for i, setting in enumerate(part):
-            special = {axes.BATCH_SIZE, axes.RULE, axes.LEARNING_RATE, axes.RATE_FACTOR, axes.SEED}
-            if set(setting) <= special:
+            if set(setting) <= set(axes.OWN):
                 continue
             try:
                 parse(setting)
@@ -216,19 +203,19 @@ def _run(
         base,
         batch_size=values.get(axes.BATCH_SIZE, base_batch_size),
         base_batch_size=base_batch_size,
-        rule=rule if rule in rules.RULES else rules.RULES[0],  # a wrong one is reported already
+        rule=rule,
         learning_rate=rate,
         seed=seed,
         weight_decay_rule=sweep.weight_decay_rule,
     )
-    configuration = (*parse.common, *bindings, *scaled.configuration)
+    shared = (*parse.common, *bindings, *scaled.configuration)
     batch_size = values.get(axes.BATCH_SIZE, base_batch_size)
-    digest = hashlib.sha256(repr((files, configuration)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr((files, shared)).encode()).hexdigest()[:16]
     return Run(
         name=name,
         values=values,
         files=files,
-        bindings=(*configuration, *scaled.own),
+        bindings=(*shared, *scaled.own),
         own_bindings=(*bindings, *scaled.configuration, *scaled.own),
         batch_size=batch_size,
         learning_rate=scaled.learning_rate,
@@ -241,45 +228,3 @@ def _run(
         note=scaled.note,
         search_paths=parse.search_paths,
     )
-
-
-def _check_configurations(runs: Sequence[Run], slips: list[str]) -> None:
-    """Does what `perex_t5x.train --dry_run` does, until every value has been seen with every batch size."""
-    seen: set[Any] = set()
-    for run in runs:
-        fixed = (axes.SEED, axes.LEARNING_RATE, axes.RATE_FACTOR, axes.RULE)
-        pairs = {(run.batch_size, k, repr(v)) for k, v in run.values.items() if k not in fixed} | {run.batch_size}
-        if pairs <= seen:
-            continue
-        seen |= pairs
-        if slip := _dry_run(run):
-            slips.append(slip)
-
-
-def _dry_run(run: Run) -> str | None:
-    import gin
-
-    from perex_t5x import train as train_script
-
-    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()), quiet():
-        try:
-            parse(run.files, run.bindings, run.search_paths, scratch)
-            gin.get_configurable(train_script.train)(dry_run=True)
-        except ConfigError as e:
-            return cli.cleaned(str(e))
-        except Exception as e:  # whatever a value of the wrong kind does inside an optimizer or a model
-            return (
-                f"{run.name} ({'; '.join(run.own_bindings)}) cannot be made: {type(e).__name__}: {cli.cleaned(str(e))}"
-            )
-    return None
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Warnings and errors only: what every run would say of itself is too much for a sweep."""
-    former = logging.get_verbosity()
-    logging.set_verbosity(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(former)

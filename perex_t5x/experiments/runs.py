@@ -28,6 +28,7 @@ class Run:
       group: the same for runs that differ in nothing but learning rate and seed.
       note: what could not be kept exactly; empty if all was.
       search_paths: further folders in which Gin files are searched.
+      flags: further flags of `perex_t5x.train`, such as --tfds_data_dir=...
     """
 
     name: str
@@ -45,6 +46,7 @@ class Run:
     group: str = ""
     note: str = ""
     search_paths: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
 
     def folder(self, root: str) -> str:
         """Where the run writes, in the sweep's folder `root`; also with gs://..."""
@@ -65,6 +67,7 @@ class Run:
             *paths,
             *(f"--gin_file={name}" for name in self.files),
             *(f"--gin_bindings={binding}" for binding in self.all_bindings(root)),
+            *self.flags,
         ]
 
     def all_bindings(self, root: str) -> list[str]:

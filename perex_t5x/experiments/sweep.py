@@ -105,16 +105,18 @@ class Sweep:
         gin_bindings: Sequence[str] = (),
         search_paths: Sequence[str] = (),
         check: bool = True,
+        flags: Sequence[str] = (),
     ) -> Plan:
         """All runs, checked: `Sweep(...).plan(["models/nano.gin", "runs/pretrain.gin"], [...]).run(folder)`.
 
         Args:
           gin_files, gin_bindings, search_paths: of the runs, as on the command line of `perex_t5x.train`.
           check: also build every configuration, without compiling; False: only what the description itself shows.
+          flags: further flags for the runs' processes, such as '--tfds_data_dir=...'.
 
         Raises:
           ConfigError: lists everything that is wrong.
         """
         from perex_t5x.experiments import plan
 
-        return plan.make(self, gin_files, gin_bindings, search_paths, check)
+        return plan.make(self, gin_files, gin_bindings, search_paths, check, flags)

@@ -20,8 +20,8 @@ import numpy as np
 from perex_t5x import run_dir
 from perex_t5x.data.feed import Feed, make_feed
 from perex_t5x.errors import ConfigError
+from perex_t5x.experiments import configuration
 from perex_t5x.experiments import folder as folders
-from perex_t5x.experiments import plan as plans
 from perex_t5x.experiments.overview import Overview
 from perex_t5x.experiments.program import Program, parsed_arguments
 from perex_t5x.experiments.runs import FAILED, STOPPED, Result, Run
@@ -68,7 +68,7 @@ class _Group:
         """The run's own things, and the program, compiled."""
         with self._lock:
             self.making = not self.ready
-            with _gin_lock, plans.quiet():
+            with _gin_lock, configuration.quiet():
                 prepared = self._parsed(run, root)
             if self.making:
                 prepared.program.compile()
@@ -77,7 +77,7 @@ class _Group:
 
     def _parsed(self, run: Run, root: str) -> _Prepared:
         where = run.folder(root)
-        plans.parse(run.files, run.bindings, run.search_paths, where)
+        configuration.parse(run.files, run.bindings, run.search_paths, where)
         arguments = parsed_arguments()
         program = self._program or Program(arguments)
         trainer = arguments["trainer_cls"](model=arguments["model"], partitioner=arguments["partitioner"])

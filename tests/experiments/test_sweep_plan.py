@@ -86,6 +86,23 @@ def test_all_slips_at_once():
     assert "Traceback" not in text and "In call to configurable" not in text
 
 
+def test_wrong_kinds_are_slips_too():
+    wrong = {
+        "rule": 3,
+        "base_learning_rate": "high",
+        "base_batch_size": 0,
+        "gin_bindings": 3,
+        "seeds": None,
+        "grid": [1],
+    }
+    with pytest.raises(ConfigError) as e:
+        plan(batch_sizes=[16], zipped=[3], weight_decay_rule="kep", **wrong)
+    for name in (*wrong, "zipped", "Did you mean 'keep'?"):
+        assert name in str(e.value)
+    with pytest.raises(ConfigError, match="rule is empty"):
+        plan(rule=[])
+
+
 def test_batch_size_that_the_mesh_cannot_take():
     with pytest.raises(ConfigError, match="batch_size = 20 .* not divisible by the 8 data shards"):
         plan(batch_sizes=[16, 20], check=True)

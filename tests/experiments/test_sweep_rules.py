@@ -7,8 +7,7 @@ import pytest
 
 from perex_t5x import utils
 from perex_t5x.errors import ConfigError
-from perex_t5x.experiments import plan as plans
-from perex_t5x.experiments import rules
+from perex_t5x.experiments import configuration, rules
 from tests.experiments.sweep_support import plan
 
 
@@ -46,7 +45,7 @@ def test_rounding_is_stated():
 @pytest.mark.parametrize("base", [16, 64])
 def test_every_batch_size_is_evaluated_on_the_same_examples(base):
     for run in plan("BATCH_SIZE = 64", batch_sizes=[16, 64, 128], base_batch_size=base).runs:
-        plans.parse(run.files, run.bindings, ())
+        configuration.parse(run.files, run.bindings, ())
         with gin.config_scope("train_eval"):
             assert gin.get_configurable(utils.DatasetConfig)().batch_size == base
         with gin.config_scope("train"):
@@ -78,7 +77,7 @@ def test_schedule_has_the_same_shape_in_examples_seen(factors):
     )
     rates = {}
     for run in made.runs:
-        plans.parse(run.files, run.bindings, ())
+        configuration.parse(run.files, run.bindings, ())
         schedule = gin.get_configurable(utils.create_learning_rate_scheduler)()
         rates[run.batch_size] = np.asarray(schedule(jnp.arange(run.train_steps)))
     np.testing.assert_allclose(rates[64], rates[16][::4], rtol=1e-5)
