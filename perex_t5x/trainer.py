@@ -121,9 +121,14 @@ class Trainer:
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        """One update. L = (1/W) Σ_i ℓ_i with W from the whole global batch."""
-        rate = self.learning_rate_fn(state.step)
+    def train_step(
+        self, state: TrainState, batch: Batch, learning_rate: jax.Array | None = None
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """One update. L = (1/W) Σ_i ℓ_i with W from the whole global batch.
+
+        `learning_rate` None: the schedule's; else it takes the schedule's place, so that one program serves many rates.
+        """
+        rate = self.learning_rate_fn(state.step) if learning_rate is None else learning_rate
         gradient = self.gradient(state, batch)
         updates, opt_state = self.optimizer.update(
             gradient.mean, state.opt_state, state.params, rate, statistics=gradient.statistics

@@ -1,0 +1,97 @@
+"""The command `python -m perex_t5x.experiments.sweep`: flags, what it prints, exit codes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from perex_t5x import cli, console
+from perex_t5x.errors import ConfigError
+from perex_t5x.experiments import summary
+from perex_t5x.experiments.sweep import Sweep
+
+
+def main(usage: str | None, argv: Sequence[str] | None = None) -> None:
+    """Does not return. Exit status: 0 all runs finished; 1 some failed other than by diverging; 2 a slip; 130 stopped."""
+    from perex_t5x.preflight import command
+
+    cli.define_flags()
+    flags.DEFINE_string("sweep", None, "Gin file of the sweep, such as sweeps/sqrt_lr.gin.")
+    flags.DEFINE_multi_string("sweep_bindings", [], "'seeds = [0]' in place of the file's. Shorter: --sweep.seeds=[0].")
+    flags.DEFINE_string("dir", None, "The sweep's folder; default sweeps/<name>.")
+    flags.DEFINE_integer("parallel", None, "Runs at once; default 1, with --together the number of cores.")
+    flags.DEFINE_bool(
+        "together", False, "In this process, with one compiled step for all rates and seeds; small models."
+    )
+    flags.DEFINE_string("only", None, "Regular expression: run only runs in whose names it is found.")
+    flags.DEFINE_bool("print_commands", False, "Check, print the command of every run, and stop.")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    command.run(_main, usage, rewritten(sys.argv if argv is None else argv))
+
+
+def rewritten(argv: Sequence[str]) -> list[str]:
+    """--sweep.NAME=VALUE as absl reads it.
+
+    >>> rewritten(["sweep", "--sweep.seeds=[0]", "--dir=a"])
+    ['sweep', '--sweep_bindings=seeds = [0]', '--dir=a']
+    """
+    return [re.sub(r"^--?sweep\.(\w+)=", r"--sweep_bindings=\1 = ", arg, flags=re.DOTALL) for arg in argv]
+
+
+def _main(args: Any) -> int:
+    console.set_up(everything=args.alsologtostderr)
+    if not args.sweep:
+        raise ConfigError("no --sweep given. To begin with: --sweep=sweeps/learning_rate.gin --together")
+    console.import_tensorflow_quietly()
+    from perex_t5x import train as train_script
+
+    sys.modules["__main__"].train = train_script.train  # ported files say `import __main__ as train_script`
+    cli._configure_data()
+    sweep = Sweep.load(args.sweep, args.sweep_bindings, args.gin_search_paths)
+    passed_on = [
+        *([f"--tfds_data_dir={args.tfds_data_dir}"] if args.tfds_data_dir else []),
+        *(
+            [f"--seqio_additional_cache_dirs={','.join(args.seqio_additional_cache_dirs)}"]
+            if args.seqio_additional_cache_dirs
+            else []
+        ),
+    ]
+    plan = sweep.plan(args.gin_file, args.gin_bindings, args.gin_search_paths, flags=passed_on)
+    folder = args.dir or f"sweeps/{sweep.name}"
+    if args.print_commands:
+        for run in plan.runs:
+            print(shlex.join(run.command(folder, "python")))
+        return 0
+    _announce(plan, folder)
+    if args.dry_run:
+        from perex_t5x.experiments.folder import Folder
+        from perex_t5x.experiments.runs import absolute
+
+        if slips := Folder(absolute(folder)).check(plan):
+            raise ConfigError("\n".join(slips))
+        for run in plan.runs:
+            print(f"  {run.name}: {'; '.join(run.own_bindings)}")
+        print("dry run: the sweep is fine. Nothing was run.")
+        return 0
+    try:
+        results = plan.run(folder, together=args.together, parallel=args.parallel, only=args.only)
+    except KeyboardInterrupt as e:
+        print(f"\n{e}", file=sys.stderr, flush=True)
+        return cli.EXIT_INTERRUPTED
+    print(summary.closing_words(folder, plan.runs, results))
+    return cli.EXIT_ERROR if any(r.status == "failed" and not r.final for r in results) else 0
+
+
+def _announce(plan: Any, folder: str) -> None:
+    axes = ", ".join(f"{len(values)} {axis}" for axis, values in plan.axes().items())
+    print(f"{plan.sweep.name}: {len(plan.runs)} runs ({axes}) in {folder}")
+    if plan.sweep.batch_sizes is not None:
+        print(plan.described()["weight_decay"])
+    for note in dict.fromkeys(f"batch size {run.batch_size}: {run.note}" for run in plan.runs if run.note):
+        print(note)

@@ -1,0 +1,154 @@
+"""Runs in one process: the numbers of `perex_t5x.train`, one program for all rates and seeds, and what a failure leaves."""
+
+import csv
+import io
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from perex_t5x.errors import ConfigError
+from perex_t5x.experiments import program, summary
+from perex_t5x.experiments.folder import Folder
+from perex_t5x.experiments.sweep import Sweep
+from tests import tiny
+from tests.experiments.sweep_support import BINDINGS, FILES, plan, rows, sweep_command
+
+
+def run(made, folder, **options):
+    return made.run(str(folder), together=True, overview=io.StringIO(), **options)
+
+
+def assert_same_metrics(found, expected):
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert found[key].keys() == values.keys(), key
+        for name, value in values.items():
+            assert float(found[key][name]) == pytest.approx(float(value), rel=2e-4, abs=1e-6), (key, name)
+
+
+@pytest.mark.parametrize(
+    ("files", "bindings"),
+    [
+        (["optimizers/adamw.gin"], ["DROPOUT_RATE = 0.1", "train.stats_period = 3"]),
+        (["optimizers/micro_adam_msq.gin", "runs/monitor.gin"], ["MONITOR_PERIOD = 3", "TRAIN_STEPS = 7"]),
+    ],
+    ids=["adamw", "monitored"],
+)
+def test_equals_training_alone(tmp_path, files, bindings):
+    files = ["models/tiny.gin", "runs/pretrain.gin", *files]
+    made = plan(*bindings, files=files, rate_factors=[0.5, 1.0], seeds=[0, 3])
+    results = run(made, tmp_path / "sweep")
+    assert [r.status for r in results] == ["done"] * 4
+    assert len({r.eval_loss for r in results}) == 4
+    chosen = made.runs[3]
+    assert chosen.seed == 3 and chosen.name == "x1_s3"
+    alone = tmp_path / "alone"
+    tiny.train(alone, *chosen.bindings, files=files)
+    mine = tmp_path / "sweep" / "runs" / chosen.name
+    assert_same_metrics(rows(mine), rows(alone))
+    kept = [line for line in (mine / "config.gin").read_text().splitlines() if "MODEL_DIR" not in line]
+    assert kept == [line for line in (alone / "config.gin").read_text().splitlines() if "MODEL_DIR" not in line]
+
+
+def test_one_program_serves_rates_and_seeds(tmp_path, monkeypatch):
+    made = []
+    original = program.Program.__init__
+    monkeypatch.setattr(program.Program, "__init__", lambda self, *a: (made.append(1), original(self, *a))[1])
+    results = run(plan(batch_sizes=[8, 16], learning_rates=[0.01, 0.02], seeds=[0, 1]), tmp_path)
+    assert {r.status for r in results} == {"done"} and len(made) == 2
+    assert {r.examples_seen for r in results} == {128}
+
+
+def test_diverged_run_is_a_result_and_the_others_go_on(tmp_path):
+    binding = "utils.create_learning_rate_scheduler.factors = 'constant'"
+    results = run(plan(binding, "optax.adamw.weight_decay = 1.0", learning_rates=[0.01, 1e30]), tmp_path)
+    assert [r.status for r in results] == ["done", "failed"]
+    assert "diverged at step" in results[1].error and results[1].eval_loss is None and results[1].final
+    with open(tmp_path / "results.csv", encoding="utf-8") as f:
+        table = {row["name"]: row for row in csv.DictReader(f)}
+    assert table["lr1e+30_s0"]["eval_loss"] == "" and table["lr1e+30_s0"]["status"] == "failed"
+    assert float(table["lr0.01_s0"]["eval_loss"]) == results[0].eval_loss
+    columns = "name status batch_size learning_rate seed steps examples_seen train_loss eval_loss best_eval_loss"
+    assert list(table["lr0.01_s0"]) == [*columns.split(), "seconds", "error"]
+
+
+def test_finished_runs_are_left_alone_and_new_values_are_added(tmp_path):
+    run(plan(learning_rates=[0.01, 0.02]), tmp_path, only="lr0.01")
+    folder = Folder(str(tmp_path))
+    assert folder.result("lr0.01_s0").status == "done" and folder.result("lr0.02_s0") is None
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs" / "lr0.01_s0").rglob("*")}
+    results = run(plan(learning_rates=[0.01, 0.02, 0.03]), tmp_path)
+    assert [r.status for r in results] == ["done"] * 3
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "runs" / "lr0.01_s0").rglob("*")}
+
+
+def test_runs_of_the_same_configuration_are_made_once(tmp_path):
+    made = plan(batch_sizes=[8, 16], rule=["sqrt", "linear"])
+    results = run(made, tmp_path, only="linear")
+    assert [r.status for r in results] == ["waiting", "waiting", "done", "done"]
+    results = {r.name: r for r in run(made, tmp_path)}
+    assert results["sqrt_b16_s0"].seconds == 0.0 < results["sqrt_b8_s0"].seconds
+    assert results["sqrt_b16_s0"].eval_loss == results["linear_b16_s0"].eval_loss
+    assert results["sqrt_b8_s0"].eval_loss != results["linear_b8_s0"].eval_loss
+    config = (tmp_path / "runs" / "sqrt_b16_s0" / "config.gin").read_text()
+    assert "runs/sqrt_b16_s0'" in config and "linear_b16_s0" not in config
+    assert rows(tmp_path / "runs" / "sqrt_b16_s0") == rows(tmp_path / "runs" / "linear_b16_s0")
+
+
+def test_crash_of_one_run_does_not_stop_the_others_and_is_tried_again(tmp_path, monkeypatch):
+    made = plan(seeds=[0, 1, 2])
+    original = program.Program.init
+
+    def init(self, seed):
+        if seed == 1:
+            raise MemoryError("no room")
+        return original(self, seed)
+
+    monkeypatch.setattr(program.Program, "init", init)
+    results = run(made, tmp_path)
+    assert [r.status for r in results] == ["done", "failed", "done"] and "no room" in results[1].error
+    monkeypatch.undo()
+    assert [r.status for r in run(made, tmp_path)] == ["done"] * 3
+
+
+def test_configurations_that_need_a_process_of_their_own(tmp_path):
+    results = run(plan("RestoreCheckpointConfig.path = 'somewhere'"), tmp_path)
+    assert "leave --together out" in results[0].error
+    with pytest.raises(ConfigError, match="found in none of the 1 runs' names"):
+        run(plan(), tmp_path / "b", only="nothing")
+    with pytest.raises(ConfigError, match="--parallel=0"):
+        run(plan(), tmp_path / "b", parallel=0)
+
+
+def test_killed_sweep_loses_no_finished_run_and_repeats_none(tmp_path):
+    changes, factors = (
+        ["TRAIN_STEPS = 80"],
+        ["rate_factors = [0.5, 0.7, 1.0, 1.4, 2.0]", "seeds = [0]", "gin_bindings = {}"],
+    )
+    arguments = [f"--gin_bindings={c}" for c in changes] + [f"--sweep_bindings={f}" for f in factors]
+    command = sweep_command(tmp_path, "--together", "--parallel=1", *arguments)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 500
+        while not list(tmp_path.glob("runs/*/result.json")):
+            assert process.poll() is None, process.stderr.read().decode()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    finished = list(tmp_path.glob("runs/*/result.json"))
+    assert 1 <= len(finished) < 5
+    before = {p: p.stat().st_mtime_ns for f in finished for p in f.parent.rglob("*")}
+    again = Sweep.load("sweeps/learning_rate.gin", factors).plan(FILES, [*BINDINGS, *changes], check=False)
+    results = run(again, tmp_path)
+    assert [r.status for r in results] == ["done"] * 5
+    assert before == {p: p.stat().st_mtime_ns for f in finished for p in f.parent.rglob("*")}
+    words = summary.closing_words("there", again.runs, results)
+    assert "5 runs: 5 done." in words and "perex_t5x.experiments.report there" in words
+    best = min(results, key=lambda r: r.eval_loss)
+    assert f"{best.values['rate_factor']!s:<24} {best.eval_loss:>15.4f}" in words
