@@ -1,0 +1,1 @@
+"""Sweeps, the paper's studies, and reports."""

@@ -1,0 +1,148 @@
+"""The collapse plot: batch sizes against examples seen, a panel for each scaling rule, and the collapse numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from perex_t5x.experiments import collapse
+from perex_t5x.experiments.report import colours, intervals
+from perex_t5x.experiments.report.basins import is_rate
+from perex_t5x.experiments.report.dataset import BATCH, RATE, RULE, Dataset, written
+from perex_t5x.experiments.report.learning_curves import curve_spec
+from perex_t5x.experiments.report.plot import Control, LeftOut, Plot, in_panels
+from perex_t5x.experiments.report.runs import Run
+
+TITLE = "Collapse of batch sizes"
+_PANELS = 9
+
+
+@dataclasses.dataclass
+class Panel:
+    """Runs of several batch sizes that differ in nothing else but their seeds and what the rule scales."""
+
+    label: str
+    runs: list[Run]
+    found: collapse.Collapse
+    warmup: float
+
+    @property
+    def loss(self) -> float:
+        return float(np.mean([run.final_loss for run in self.runs if run.finished] or [math.inf]))
+
+
+def panels(data: Dataset) -> list[Panel]:
+    """One for each rule and combination of the other axes; of several base rates the best for each."""
+    axes = [axis for axis in data.axes if axis.name not in (BATCH, RATE)]
+    parts: dict[tuple, list[Run]] = {}
+    for run in data.runs:
+        if run.batch_size and len(run.evaluation[0]):
+            parts.setdefault((run.rule, *(axis.of(run) for axis in axes)), []).append(run)
+    best: dict[tuple, Panel] = {}
+    for key, runs in parts.items():
+        panel = _panel(_label(key[0], axes, key[1:]), runs)
+        rest = (key[0], *(value for axis, value in zip(axes, key[1:], strict=True) if not is_rate(axis.name)))
+        if panel and (rest not in best or panel.loss < best[rest].loss):
+            best[rest] = panel
+    return list(best.values())
+
+
+def _label(rule: str | None, axes: list, values: tuple) -> str:
+    parts = [written(axis.name, value) for axis, value in zip(axes, values, strict=True) if axis.name != RULE]
+    return ", ".join([rule or "no rule", *parts])
+
+
+def _panel(label: str, runs: list[Run]) -> Panel | None:
+    # A plain sweep over rates and batch sizes has no rule: each batch size then stands with its best rate.
+    if not runs[0].rule:
+        runs = [run for run in runs if run.learning_rate == _best_rate(runs, run.batch_size)]
+        label = label.replace("no rule", "each at its best rate") if len({r.learning_rate for r in runs}) > 1 else label
+    warmups = [run.warmup_steps * run.batch_size for run in runs if run.warmup_steps is not None]
+    longest = max(float(run.examples(run.evaluation[0])[-1]) for run in runs)
+    warmup = float(max(warmups)) if warmups else 0.1 * longest
+    curves = [collapse.Curve(run.batch_size, run.examples(run.evaluation[0]), run.evaluation[1]) for run in runs]
+    found = collapse.collapse(curves, warmup)
+    return Panel(label, runs, found, warmup) if found else None
+
+
+def _best_rate(runs: list[Run], batch: int | None) -> float | None:
+    finished = [run for run in runs if run.batch_size == batch and run.finished]
+    return min(finished, key=lambda run: run.final_loss).learning_rate if finished else None
+
+
+def collapse_plot(data: Dataset) -> Plot | LeftOut:
+    found = panels(data)
+    if not found:
+        return LeftOut(TITLE, "it needs validation curves of two or more batch sizes that overlap after the warm-up")
+    found.sort(key=lambda p: (math.isnan(p.found.number), p.found.number, p.found.across_batch))
+    shown = found[:_PANELS]
+    rows = [row for panel in shown for row in _rows(panel)]
+    sizes = sorted({run.batch_size for panel in shown for run in panel.runs})
+    legend = colours.ordered([f"batch {size}" for size in sizes])
+    columns = ("panel", "line", "batch", "kind", "examples", "mean", "low", "high", "n", "share")
+    controls = [
+        Control("choice", "begin", "from", 0.1, ((0, "the start"), (0.1, "10 % of the run"), (0.5, "half of the run"))),
+        Control("log", "log", "logarithmic", False),
+    ]
+    if any(row[8] > 1 for row in rows):
+        controls.append(Control("flag", "band", "seed bands", True))
+    spec = curve_spec("examples seen", any(row[8] > 1 for row in rows))
+    spec["transform"] = [t for t in spec["transform"] if t.get("as") != "x"]
+    spec["transform"][2] = {"filter": "datum.share >= begin"}
+    spec["transform"].append({"calculate": "datum.examples", "as": "x"})
+    if len(shown) > 1 or len(data.studies) > 1:
+        spec = in_panels(spec, "panel", [_header(p) for p in shown])
+    warnings = _warnings(found)
+    if len(found) > _PANELS:
+        warnings.append(f"The {_PANELS} with the smallest numbers of {len(found)} are drawn.")
+    return Plot("collapse", TITLE, _sentence(found), spec, columns, rows, {"batch": ("batch size", legend)}, controls, warnings)
+
+
+def _header(panel: Panel) -> str:
+    number = panel.found.number
+    return f"{panel.label}: {number:.2f}" if math.isfinite(number) else panel.label
+
+
+def _rows(panel: Panel) -> list[tuple]:
+    rows = []
+    for size in sorted({run.batch_size for run in panel.runs}):
+        runs = [run for run in panel.runs if run.batch_size == size]
+        points = [(x, m) for x, m in intervals.mean_curve([r.evaluation for r in runs], 120) if x > 0]
+        for step, m in points:
+            label, share = f"batch {size}", step / points[-1][0]
+            rows.append((_header(panel), label, label, "validation", step * size, m.mean, m.low, m.high, m.count, share))
+    return rows
+
+
+def _sentence(found: list[Panel]) -> str:
+    numbered = [p for p in found if math.isfinite(p.found.number)]
+    sizes = sorted({size for p in found for size in p.found.batch_sizes})
+    span = f"batch sizes {sizes[0]} to {sizes[-1]}"
+    if not numbered:
+        texts = [f"{p.label} {p.found.across_batch:.4f}" for p in found[:6]]
+        return (
+            f"With one seed there is no collapse number; the standard deviation of the loss across {span} is, on average: "
+            f"{'; '.join(texts)}."
+        )
+    texts = [f"{p.label} {p.found.number:.2f}" for p in numbered[:6]]
+    first = numbered[0]
+    text = f"Collapse number (1: {span} differ as much as seeds do): {'; '.join(texts)}."
+    if len(numbered) > 1:
+        text += f" The curves lie closest under {first.label}."
+        if first.found.seeds < 5 and numbered[1].found.number < 2 * first.found.number:
+            text += f" With {first.found.seeds} seeds, {numbered[1].label} is not clearly apart from it."
+    return text + f" Curves that differ by seeds only would give about {first.found.perfect:.2f}."
+
+
+def _warnings(found: list[Panel]) -> list[str]:
+    warnings = []
+    for p in found:
+        if p.found.left_out:
+            warnings.append(f"{p.label}: {p.found.left_out} curve(s) that failed or are too short do not count.")
+        if not all(run.warmup_steps is not None for run in p.runs):
+            warnings.append(f"{p.label}: the warm-up is not known; the first 10 % are taken for it.")
+    if any(p.found.seeds < 3 for p in found):
+        warnings.append("Some batch sizes have fewer than three seeds: the across-seed deviation is rough, or missing.")
+    return warnings

@@ -1,0 +1,144 @@
+"""Learning curves: validation and train loss against examples seen, tokens or steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from perex_t5x.experiments.report import intervals
+from perex_t5x.experiments.report.dataset import Dataset, Group
+from perex_t5x.experiments.report.plot import HEIGHT, Control, Json, LeftOut, Plot, coloured, in_panels, key_encoding, legends
+
+TITLE = "Learning curves"
+_POINTS = 12_000  # of all curves together: more make a page slow
+
+
+def learning_curves(data: Dataset) -> Plot | LeftOut:
+    points = int(np.clip(_POINTS / (2 * len(data.groups)), 12, 150))
+    rows = [row for g, group in enumerate(data.groups) for row in _rows(g, group, points)]
+    kinds = [kind for kind in ("validation", "train") if any(row[1] == kind for row in rows)]
+    if not rows:
+        return LeftOut(TITLE, "no run has logged a loss yet")
+    if all(run.batch_size for run in data.runs):
+        against = [("examples", "examples seen")]
+        if all(run.length for run in data.runs):
+            against.append(("tokens", "target tokens, padding included"))
+    else:
+        against = []
+    against.append(("steps", "steps"))
+    names = {"validation": "validation loss", "train": "train loss, smoothed"}
+    controls = [
+        Control("choice", "kind", "show", kinds[0], tuple((kind, names[kind]) for kind in kinds)),
+        Control("choice", "against", "against", against[0][0], tuple(against)),
+        Control("choice", "begin", "from", 0.1, ((0, "the start"), (0.1, "10 % of the run"), (0.5, "half of the run"))),
+        Control("log", "log", "logarithmic", False),
+    ]
+    if any(row[7] > 1 for row in rows):
+        controls.append(Control("flag", "band", "seed bands", True))
+    columns = ("g", "kind", "examples", "tokens", "steps", "mean", "low", "n", "high", "share", "panel")
+    spec = curve_spec(_title(against), any(c.name == "band" for c in controls))
+    studies = [study.name for study in data.studies]
+    if len(studies) > 1:
+        spec = in_panels(spec, "panel", studies)
+    return Plot("curves", TITLE, _sentence(data), spec, columns, rows, legends(data), controls, _warnings(data, kinds))
+
+
+def _title(against: Sequence[tuple[str, str]]) -> Json:
+    words = " : ".join(f"against == '{field}' ? '{name}'" for field, name in against)
+    return {"expr": f"{words} : ''"}
+
+
+def curve_spec(title: Json | str, bands: bool) -> Json:
+    """Lines with bands behind them and points that show themselves under the pointer."""
+    x = {"field": "x", "type": "quantitative", "title": title, "axis": {"format": "~s"}, "scale": {"nice": False}}
+    y = {"type": "quantitative", "scale": {"zero": False}, "title": "loss"}
+    tooltip = [
+        {"field": "line", "title": "run"},
+        {"field": "mean", "title": "loss", "format": ".4f"},
+        {"field": "low", "title": "from", "format": ".4f"},
+        {"field": "high", "title": "to", "format": ".4f"},
+        {"field": "n", "title": "seeds"},
+        {"field": "x", "title": "at", "format": ",.0f"},
+    ]
+    band = {
+        "transform": [{"filter": "band && isValid(datum.low)"}],
+        "mark": {"type": "area", "opacity": 0.16, "clip": True},
+        "encoding": {"y": {**y, "field": "low"}, "y2": {"field": "high"}, **key_encoding(False)},
+    }
+    line = {"mark": {"type": "line", "strokeWidth": 2, "clip": True}, "encoding": {"y": {**y, "field": "mean"}, **key_encoding()}}  # fmt: skip
+    hover = {"name": "hover", "select": {"type": "point", "on": "pointerover", "nearest": True, "clear": "pointerout"}}
+    shown = {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0}
+    point = {
+        "params": [hover],
+        "mark": {"type": "point", "filled": True, "size": 70},
+        "encoding": {"y": {**y, "field": "mean"}, **key_encoding(False), "opacity": shown, "tooltip": tooltip},
+    }
+    return {
+        "transform": [
+            *coloured(),
+            {"filter": "datum.kind == kind && datum.share >= begin"},
+            {"calculate": "datum[against]", "as": "x"},
+        ],
+        "height": HEIGHT,
+        "encoding": {"x": x, "detail": {"field": "line", "type": "nominal"}},
+        "layer": [*([band] if bands else []), line, point],
+    }
+
+
+def _rows(g: int, group: Group, points: int) -> list[tuple]:
+    rows: list[tuple] = []
+    run = group.runs[0]
+    batch, length = float(run.batch_size or 1), run.length
+    for kind in ("validation", "train"):
+        curves = [r.evaluation if kind == "validation" else r.training for r in group.runs]
+        if kind == "train":
+            curves = [(x, intervals.smoothed(y)) for x, y in curves]
+        found = [(x, m) for x, m in intervals.mean_curve(curves, points) if x > 0]  # step 0 has no place on a log axis
+        for step, m in found:
+            examples = step * batch
+            tokens = examples * length if length else None
+            share = step / found[-1][0]
+            rows.append((g, kind, examples, tokens, step, m.mean, m.low, m.count, m.high, share, run.study))
+    return rows
+
+
+def _sentence(data: Dataset) -> str:
+    finals = [(intervals.mean_interval([r.final_loss for r in g.finished]), g) for g in data.groups if g.finished]
+    if not finals:
+        return "No run has finished with a validation loss, so there is nothing to rank yet."
+    best, group = min(finals, key=lambda f: f[0].mean)
+    if len(finals) == 1:
+        return f"{group.label} ends at a validation loss of {words(best)}."
+    worst, last = max(finals, key=lambda f: f[0].mean)
+    text = f"Of {len(finals)}, {group.label} ends lowest, at a validation loss of {words(best)}; {last.label} highest, at {words(worst)}."
+    rivals = [g.label for m, g in finals if g is not group and m.low <= best.high and best.low <= m.high]
+    if rivals:
+        others = "one other" if len(rivals) == 1 else f"{len(rivals)} others"
+        text += f" The lowest one's interval overlaps with that of {others}: seeds alone may explain their order."
+    if best.count == 1:
+        text += " One seed: how much of this is chance cannot be said."
+    return text
+
+
+def words(m: intervals.Mean) -> str:
+    """A mean with its interval.
+
+    >>> words(intervals.mean_interval([1.0, 2.0]))
+    '1.5000 (1.0000 to 2.0000, 2 seeds)'
+    """
+    if m.count == 1:
+        return f"{m.mean:.4f} (one seed)"
+    return f"{m.mean:.4f} ({m.low:.4f} to {m.high:.4f}, {m.count} seeds)"
+
+
+def _warnings(data: Dataset, kinds: Sequence[str]) -> list[str]:
+    found = []
+    silent = sum(not len(run.evaluation[0]) for run in data.runs)
+    if "validation" not in kinds:
+        found.append("No run has evaluated: the curves are train losses.")
+    elif silent:
+        found.append(f"{silent} of {len(data.runs)} runs have no evaluation and are missing from the validation curves.")
+    if broken := sum(run.status == "failed" for run in data.runs):
+        found.append(f"{broken} failed run(s) are drawn as far as they came; reasons are in the table.")
+    return found
