@@ -1,18 +1,18 @@
 """Do learning curves of different batch sizes fall onto one curve? A number for it.
 
-With v(b, s, x) the validation loss of batch size b and seed s after x examples seen, interpolated linearly onto common points x
-after the warm-up, and sd with n − 1 in its denominator:
+With v(b, s, x) the validation loss of batch size b and seed s after x examples seen, interpolated linearly onto common
+points x after the warm-up, and sd with n − 1 in its denominator:
 
     across_batch = mean over x of  sd over b of  mean over s of  v(b, s, x)
     across_seed  = mean over x of  mean over b of  sd over s of  v(b, s, x)
     collapse number = across_batch / across_seed
 
-1 says that batch sizes differ as much as seeds do. Curves that are the same but for the seed do not give 0: a mean over S seeds
-still moves by sd/√S, so the number is then about 1/√S (`perfect`).
+1 says that batch sizes differ as much as seeds do. Curves that are the same but for the seed do not give 0: a mean over S
+seeds still moves by sd/√S, so the number is then about 1/√S (`perfect`).
 
-Few seeds: a batch size with one seed counts in `across_batch` and not in `across_seed`; if no batch size has two, there is no
-number (nan) and `across_batch`, in units of the loss, is all that can be said. With two or three seeds a sd is itself uncertain
-by about half of it, so numbers that differ by less than a factor of two say little.
+Few seeds: a batch size with one seed counts in `across_batch` and not in `across_seed`; if no batch size has two, there is
+no number (nan) and `across_batch`, in units of the loss, is all that can be said. With two or three seeds a sd is itself
+uncertain by about half of it, so numbers that differ by less than a factor of two say little.
 """
 
 from __future__ import annotations

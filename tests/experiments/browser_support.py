@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import time
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
 
 
 class Browser:
@@ -41,10 +43,11 @@ class Browser:
         return self
 
     def __exit__(self, *_):
-        self._process.terminate()
         try:
+            self._session = None
+            self.call("Browser.close", timeout=10)
             self._process.wait(10)
-        except subprocess.TimeoutExpired:
+        except (OSError, RuntimeError, subprocess.TimeoutExpired):  # OSError: also TimeoutError, a broken pipe
             self._process.kill()
             self._process.wait()
         os.close(self._read)
@@ -120,6 +123,9 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def screenshot(self, path):
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, format="png")
+        """Of the whole page, to look at."""
+        content = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": content["width"], "height": min(content["height"], 6000), "scale": 1}
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, format="png", clip=clip)
         with open(path, "wb") as f:
             f.write(base64.b64decode(shot["data"]))

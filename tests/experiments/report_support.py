@@ -39,7 +39,11 @@ def write_run(folder, *, optimizer="adamw", batch_size=16, rate=0.004, seed=0, s
             f.write(json.dumps(row) + "\n")
             if evaluate:
                 final = math.nan if broken else loss
-                row = {"step": int(step), "name": "training_eval/t", "loss_per_nonpadding_target_token": "nan" if broken else loss}
+                row = {
+                    "step": int(step),
+                    "name": "training_eval/t",
+                    "loss_per_nonpadding_target_token": "nan" if broken else loss,
+                }
                 f.write(json.dumps(row) + "\n")
             if broken:
                 break
@@ -55,7 +59,7 @@ def write_sweep(folder, runs, *, name="made_up", rule=None, axes=None, findings=
         run_name = run.pop("name", None) or "-".join(str(v) for v in values.values()) or f"run{i}"
         batch, rate, seed = run.get("batch_size", 16), run.get("rate", 0.004), run.get("seed", 0)
         described.append({"name": run_name, "values": values, "bindings": [f"BATCH_SIZE = {batch}"], "batch_size": batch,
-                          "learning_rate": rate, "train_steps": run.get("steps", 100), "seed": seed, "examples": 0})  # fmt: skip
+                          "learning_rate": rate, "train_steps": run.get("steps", 100), "seed": seed})  # fmt: skip
         final = math.nan if status == "waiting" else write_run(os.path.join(folder, "runs", run_name), **run)
         failed = run.get("diverge_at") is not None
         results.append({

@@ -27,4 +27,10 @@ def make(paths: Sequence[str], *, title: str | None = None, figures: str | None 
     if figures:
         drawn = [plot for plot in found if isinstance(plot, plots.Plot)]
         drawing.write_figures(figures, drawn, plots.group_fields(data))
-    return pages.page(title or " and ".join(study.title for study in studies[:3]), data, found, command)
+    return pages.page(title or _title(studies), data, found, command)
+
+
+def _title(studies: Sequence[folders.Study]) -> str:
+    if len(studies) == 1:
+        return studies[0].title
+    return ", ".join(study.name for study in studies[:4]) + (", ..." if len(studies) > 4 else "")

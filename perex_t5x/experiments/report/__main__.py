@@ -50,7 +50,9 @@ def _run(args: argparse.Namespace, command: str) -> None:
         os.replace(temporary, out)
     except OSError as e:
         raise ConfigError(f"--out={args.out}: cannot be written: {e.strerror or e}.") from e
-    print(f"written: {args.out} ({len(text) / 1e6:.1f} MB)", *([f"and figures in {args.figures}"] if args.figures else []))
+    print(
+        f"written: {args.out} ({len(text) / 1e6:.1f} MB)", *([f"and figures in {args.figures}"] if args.figures else [])
+    )
 
 
 if __name__ == "__main__":

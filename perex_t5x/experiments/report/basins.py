@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from perex_t5x.experiments.report import colours, intervals
 from perex_t5x.experiments.report.dataset import RATE, STUDY, Dataset, written
-from perex_t5x.experiments.report.learning_curves import words
 from perex_t5x.experiments.report.plot import HEIGHT, Json, LeftOut, Plot, coloured, in_panels, key_encoding
 from perex_t5x.experiments.report.runs import Run
 
@@ -40,7 +39,7 @@ def find(data: Dataset) -> list[Basin]:
     """One basin for each combination of the other axes that has at least two finished rates."""
     others = [axis for axis in data.axes if not is_rate(axis.name)]
     basins: dict[tuple, Basin] = {}
-    for run in data.runs:
+    for run in (run for group in data.groups for run in group.runs):  # in the groups' order, and so with their colours
         if not run.learning_rate:
             continue
         key = (*(axis.of(run) for axis in others), run.study)
@@ -48,6 +47,13 @@ def find(data: Dataset) -> list[Basin]:
         basin = basins.setdefault(tuple(map(str, key)), Basin(label, run.study, {}))
         basin.runs.setdefault(run.learning_rate, []).append(run)
     return [basin for basin in basins.values() if len(basin.means()) > 1]
+
+
+def at_best_rate(data: Dataset) -> set[int]:
+    """Indices of the groups that have the best rate of their basin, and of those that are in none."""
+    best = {id(run) for basin in find(data) for run in basin.runs[basin.best()]}
+    inside = {id(run) for basin in find(data) for runs in basin.runs.values() for run in runs}
+    return {g for g, group in enumerate(data.groups) if id(group.runs[0]) in best or id(group.runs[0]) not in inside}
 
 
 def is_rate(axis: str) -> bool:
@@ -74,7 +80,9 @@ def rate_loss_basins(data: Dataset) -> Plot | LeftOut:
             high = min(m.high, ceiling) if m.high == m.high else m.high
             rows.append((basin.label, basin.study, rate, m.mean, m.low, high, m.count, rate == best, broken, ceiling))
         if basin.on_edge():
-            warnings.append(f"{basin.label}: the best rate, {best:.3g}, lies on the edge of the grid; a better one may lie beyond.")
+            warnings.append(
+                f"{basin.label}: the best rate, {best:.3g}, lies on the edge of the grid; a better one may lie beyond."
+            )
     if above:
         warnings.append(f"{above} point(s) lie above the plot, beyond a loss of {ceiling:.3g}.")
     labels = list(dict.fromkeys(b.label for b in basins))
@@ -83,18 +91,25 @@ def rate_loss_basins(data: Dataset) -> Plot | LeftOut:
     spec = _spec(ceiling)
     if len(studies) > 1:
         spec = in_panels(spec, "panel", studies)
-    return Plot("basins", TITLE, _sentence(basins), spec, columns, rows, {"line": ("each line", colours.distinct(labels))}, [], warnings)  # fmt: skip
+    legend = {"line": ("each line", colours.distinct(labels))}
+    return Plot("basins", TITLE, _sentence(basins), spec, columns, rows, legend, warnings=warnings)
 
 
 def _ceiling(losses: Sequence[float]) -> float:
     """Above this a loss only hides the basins' form: six times as far from the best as the lower half is."""
     ranked = sorted(losses)
     middle = ranked[(len(ranked) - 1) // 2]
-    return min(ranked[-1], ranked[0] + max(6 * (middle - ranked[0]), 0.05 * abs(ranked[0]))) + 1e-9
+    return min(ranked[-1], ranked[0] + max(6 * (middle - ranked[0]), 0.05 * abs(ranked[0]))) + 1e-3 * abs(ranked[0])
 
 
 def _spec(ceiling: float) -> Json:
-    x = {"field": "rate", "type": "quantitative", "title": "learning rate", "scale": {"type": "log"}, "axis": {"format": "~g"}}
+    x = {
+        "field": "rate",
+        "type": "quantitative",
+        "title": "learning rate",
+        "scale": {"type": "log", "nice": False, "padding": 14},
+        "axis": {"format": "~g"},
+    }
     y = {"type": "quantitative", "scale": {"zero": False}, "title": "final validation loss"}
     mean = {**y, "field": "mean"}
     tooltip = [
@@ -116,7 +131,11 @@ def _spec(ceiling: float) -> Json:
         "height": HEIGHT,
         "encoding": {"x": x, "detail": {"field": "line", "type": "nominal"}},
         "layer": [
-            {"transform": [inside], "mark": {"type": "line", "strokeWidth": 2}, "encoding": {"y": mean, **key_encoding()}},
+            {
+                "transform": [inside],
+                "mark": {"type": "line", "strokeWidth": 2},
+                "encoding": {"y": mean, **key_encoding()},
+            },
             {
                 "transform": [inside, {"filter": "isValid(datum.low)"}],
                 "mark": {"type": "rule", "strokeWidth": 1.5},
@@ -138,7 +157,7 @@ def _spec(ceiling: float) -> Json:
 
 def _sentence(basins: Sequence[Basin]) -> str:
     ranked = sorted(basins, key=lambda b: b.means()[b.best()].mean)
-    texts = [f"{b.label}: best {words(b.means()[b.best()])} at rate {b.best():.3g}" for b in ranked[:6]]
+    texts = [f"{b.label}: best {intervals.words(b.means()[b.best()])} at rate {b.best():.3g}" for b in ranked[:6]]
     more = f"; and {len(ranked) - 6} more" if len(ranked) > 6 else ""
     failed = any(run.status == "failed" for basin in basins for runs in basin.runs.values() for run in runs)
     crosses = " Crosses at the top are rates at which a run failed." if failed else ""

@@ -11,8 +11,8 @@ from perex_t5x.experiments import collapse
 from perex_t5x.experiments.report import colours, intervals
 from perex_t5x.experiments.report.basins import is_rate
 from perex_t5x.experiments.report.dataset import BATCH, RATE, RULE, Dataset, written
-from perex_t5x.experiments.report.learning_curves import curve_spec
-from perex_t5x.experiments.report.plot import Control, LeftOut, Plot, in_panels
+from perex_t5x.experiments.report.learning_curves import curve_spec, longest_examples
+from perex_t5x.experiments.report.plot import Control, Json, LeftOut, Plot, coloured, in_panels
 from perex_t5x.experiments.report.runs import Run
 
 TITLE = "Collapse of batch sizes"
@@ -78,26 +78,40 @@ def collapse_plot(data: Dataset) -> Plot | LeftOut:
         return LeftOut(TITLE, "it needs validation curves of two or more batch sizes that overlap after the warm-up")
     found.sort(key=lambda p: (math.isnan(p.found.number), p.found.number, p.found.across_batch))
     shown = found[:_PANELS]
-    rows = [row for panel in shown for row in _rows(panel)]
+    longest = longest_examples([run for panel in shown for run in panel.runs])
+    rows = [row for panel in shown for row in _rows(panel, longest)]
     sizes = sorted({run.batch_size for panel in shown for run in panel.runs})
     legend = colours.ordered([f"batch {size}" for size in sizes])
-    columns = ("panel", "line", "batch", "kind", "examples", "mean", "low", "high", "n", "share")
+    columns = ("panel", "line", "x", "mean", "low", "high", "n", "centre", "share")
     controls = [
+        Control(
+            "choice",
+            "show",
+            "show",
+            "loss",
+            (("loss", "loss"), ("difference", "difference from the mean of batch sizes")),
+        ),
         Control("choice", "begin", "from", 0.1, ((0, "the start"), (0.1, "10 % of the run"), (0.5, "half of the run"))),
         Control("log", "log", "logarithmic", False),
     ]
-    if any(row[8] > 1 for row in rows):
+    if any(row[6] > 1 for row in rows):
         controls.append(Control("flag", "band", "seed bands", True))
-    spec = curve_spec("examples seen", any(row[8] > 1 for row in rows))
-    spec["transform"] = [t for t in spec["transform"] if t.get("as") != "x"]
-    spec["transform"][2] = {"filter": "datum.share >= begin"}
-    spec["transform"].append({"calculate": "datum.examples", "as": "x"})
+    spec = curve_spec("examples seen", any(row[6] > 1 for row in rows))
+    spec["transform"] = [*coloured(), {"filter": "datum.share >= begin"}, *_differences()]
     if len(shown) > 1 or len(data.studies) > 1:
         spec = in_panels(spec, "panel", [_header(p) for p in shown])
     warnings = _warnings(found)
     if len(found) > _PANELS:
         warnings.append(f"The {_PANELS} with the smallest numbers of {len(found)} are drawn.")
-    return Plot("collapse", TITLE, _sentence(found), spec, columns, rows, {"batch": ("batch size", legend)}, controls, warnings)
+    return Plot(
+        "collapse", TITLE, _sentence(found), spec, columns, rows, {"line": ("batch size", legend)}, controls, warnings
+    )
+
+
+def _differences() -> list[Json]:
+    """Losses, or how far they are from the mean over batch sizes: what the eye cannot see in a steep curve."""
+    asked = "show == 'difference' && isValid(datum.{0}) ? datum.{0} - datum.centre : datum.{0}"
+    return [{"calculate": asked.format(field), "as": field} for field in ("mean", "low", "high")]
 
 
 def _header(panel: Panel) -> str:
@@ -105,15 +119,24 @@ def _header(panel: Panel) -> str:
     return f"{panel.label}: {number:.2f}" if math.isfinite(number) else panel.label
 
 
-def _rows(panel: Panel) -> list[tuple]:
-    rows = []
+def _rows(panel: Panel, longest: float) -> list[tuple]:
+    curves: dict[int, list] = {}
     for size in sorted({run.batch_size for run in panel.runs}):
         runs = [run for run in panel.runs if run.batch_size == size]
-        points = [(x, m) for x, m in intervals.mean_curve([r.evaluation for r in runs], 120) if x > 0]
-        for step, m in points:
-            label, share = f"batch {size}", step / points[-1][0]
-            rows.append((_header(panel), label, label, "validation", step * size, m.mean, m.low, m.high, m.count, share))
+        found = intervals.mean_curve([r.evaluation for r in runs], 120)
+        curves[size] = [(step * size, m) for step, m in found if step > 0]
+    rows = []
+    for size, points in curves.items():
+        for examples, m in points:
+            centre = _centre(curves, examples)
+            rows.append((_header(panel), f"batch {size}", examples, *m, centre, examples / longest))
     return rows
+
+
+def _centre(curves: dict[int, list], examples: float) -> float:
+    """The mean over the batch sizes whose curves are there after so many examples."""
+    reaching = [points for points in curves.values() if points and points[0][0] <= examples <= points[-1][0]]
+    return float(np.mean([np.interp(examples, [x for x, _ in p], [m.mean for _, m in p]) for p in reaching]))
 
 
 def _sentence(found: list[Panel]) -> str:

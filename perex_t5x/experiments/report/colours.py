@@ -37,7 +37,7 @@ def distinct(keys: Sequence[str]) -> list[Entry]:
 def ordered(keys: Sequence[str]) -> list[Entry]:
     """Colours of one scale, in the keys' order; its pale end is left out on white, its dark end on black."""
     steps = [i / max(1, len(keys) - 1) for i in range(len(keys))]
-    return [Entry(key, _at(0.8 * step), _at(0.25 + 0.75 * step)) for key, step in zip(keys, steps, strict=True)]
+    return [Entry(key, _at(0.8 * step), _at(0.32 + 0.68 * step)) for key, step in zip(keys, steps, strict=True)]
 
 
 def _at(share: float) -> str:

@@ -49,7 +49,10 @@ def write_figures(folder: str, plots: Sequence[Plot], groups: Sequence[Mapping[s
         for plot in plots:
             spec: dict[str, Any] = {**still(plot, groups), "config": _FIGURE}
             svg = converter().vegalite_to_svg(spec)
-            for name, content in ((f"{plot.id}.svg", svg.encode()), (f"{plot.id}.png", converter().svg_to_png(svg, scale=3))):
+            for name, content in (
+                (f"{plot.id}.svg", svg.encode()),
+                (f"{plot.id}.png", converter().svg_to_png(svg, scale=3)),
+            ):
                 with open(os.path.join(folder, name), "wb") as f:
                     f.write(content)
                 written.append(os.path.join(folder, name))

@@ -46,6 +46,17 @@ def mean_interval(values: Sequence[float]) -> Mean:
     return Mean(mean, mean - half, mean + half, n)
 
 
+def words(m: Mean) -> str:
+    """A mean with its interval.
+
+    >>> words(mean_interval([1.0, 2.0]))
+    '1.5000 (1.0000 to 2.0000, 2 seeds)'
+    """
+    if m.count == 1:
+        return f"{m.mean:.4f} (one seed)"
+    return f"{m.mean:.4f} ({m.low:.4f} to {m.high:.4f}, {m.count} seeds)"
+
+
 def mean_curve(curves: Sequence[tuple[np.ndarray, np.ndarray]], points: int) -> list[tuple[float, Mean]]:
     """The mean of several curves (x, y), point for point; at most `points` of them.
 

@@ -6,17 +6,30 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from perex_t5x.experiments.report import intervals
+from perex_t5x.experiments.report import basins, intervals
 from perex_t5x.experiments.report.dataset import Dataset, Group
-from perex_t5x.experiments.report.plot import HEIGHT, Control, Json, LeftOut, Plot, coloured, in_panels, key_encoding, legends
+from perex_t5x.experiments.report.plot import (
+    HEIGHT,
+    Control,
+    Json,
+    LeftOut,
+    Plot,
+    coloured,
+    in_panels,
+    key_encoding,
+    legends,
+)
+from perex_t5x.experiments.report.runs import Run
 
 TITLE = "Learning curves"
 _POINTS = 12_000  # of all curves together: more make a page slow
+_MANY = 8  # lines, of which more are hard to tell apart
 
 
 def learning_curves(data: Dataset) -> Plot | LeftOut:
     points = int(np.clip(_POINTS / (2 * len(data.groups)), 12, 150))
-    rows = [row for g, group in enumerate(data.groups) for row in _rows(g, group, points)]
+    longest = longest_examples(data.runs)
+    rows = [row for g, group in enumerate(data.groups) for row in _rows(g, group, points, longest)]
     kinds = [kind for kind in ("validation", "train") if any(row[1] == kind for row in rows)]
     if not rows:
         return LeftOut(TITLE, "no run has logged a loss yet")
@@ -34,22 +47,25 @@ def learning_curves(data: Dataset) -> Plot | LeftOut:
         Control("choice", "begin", "from", 0.1, ((0, "the start"), (0.1, "10 % of the run"), (0.5, "half of the run"))),
         Control("log", "log", "logarithmic", False),
     ]
-    if any(row[7] > 1 for row in rows):
+    if any(row[8] > 1 for row in rows):
         controls.append(Control("flag", "band", "seed bands", True))
-    columns = ("g", "kind", "examples", "tokens", "steps", "mean", "low", "n", "high", "share", "panel")
-    spec = curve_spec(_title(against), any(c.name == "band" for c in controls))
+    best = basins.at_best_rate(data)
+    if len(best) < len(data.groups):
+        controls.append(Control("flag", "tuned", "best rates only", len(data.groups) > _MANY))
+        rows = [(*row, row[0] in best) for row in rows]
+    columns = ("g", "kind", "examples", "tokens", "steps", "mean", "low", "high", "n", "share", "panel", "best")[
+        : len(rows[0])
+    ]
+    spec = curve_spec(against[0][1], any(c.name == "band" for c in controls))
+    if any(c.name == "tuned" for c in controls):
+        spec["transform"].append({"filter": "datum.best || !tuned"})
     studies = [study.name for study in data.studies]
     if len(studies) > 1:
         spec = in_panels(spec, "panel", studies)
     return Plot("curves", TITLE, _sentence(data), spec, columns, rows, legends(data), controls, _warnings(data, kinds))
 
 
-def _title(against: Sequence[tuple[str, str]]) -> Json:
-    words = " : ".join(f"against == '{field}' ? '{name}'" for field, name in against)
-    return {"expr": f"{words} : ''"}
-
-
-def curve_spec(title: Json | str, bands: bool) -> Json:
+def curve_spec(title: str, bands: bool) -> Json:
     """Lines with bands behind them and points that show themselves under the pointer."""
     x = {"field": "x", "type": "quantitative", "title": title, "axis": {"format": "~s"}, "scale": {"nice": False}}
     y = {"type": "quantitative", "scale": {"zero": False}, "title": "loss"}
@@ -66,7 +82,10 @@ def curve_spec(title: Json | str, bands: bool) -> Json:
         "mark": {"type": "area", "opacity": 0.16, "clip": True},
         "encoding": {"y": {**y, "field": "low"}, "y2": {"field": "high"}, **key_encoding(False)},
     }
-    line = {"mark": {"type": "line", "strokeWidth": 2, "clip": True}, "encoding": {"y": {**y, "field": "mean"}, **key_encoding()}}  # fmt: skip
+    line = {
+        "mark": {"type": "line", "strokeWidth": 2, "clip": True},
+        "encoding": {"y": {**y, "field": "mean"}, **key_encoding()},
+    }
     hover = {"name": "hover", "select": {"type": "point", "on": "pointerover", "nearest": True, "clear": "pointerout"}}
     shown = {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0}
     point = {
@@ -86,7 +105,7 @@ def curve_spec(title: Json | str, bands: bool) -> Json:
     }
 
 
-def _rows(g: int, group: Group, points: int) -> list[tuple]:
+def _rows(g: int, group: Group, points: int, longest: float) -> list[tuple]:
     rows: list[tuple] = []
     run = group.runs[0]
     batch, length = float(run.batch_size or 1), run.length
@@ -98,9 +117,16 @@ def _rows(g: int, group: Group, points: int) -> list[tuple]:
         for step, m in found:
             examples = step * batch
             tokens = examples * length if length else None
-            share = step / found[-1][0]
-            rows.append((g, kind, examples, tokens, step, m.mean, m.low, m.count, m.high, share, run.study))
+            share = examples / longest
+            rows.append((g, kind, examples, tokens, step, m.mean, m.low, m.high, m.count, share, run.study))
     return rows
+
+
+def longest_examples(runs: Sequence[Run]) -> float:
+    """The examples seen by the run that went furthest."""
+    return max(
+        (float(run.examples(x)[-1]) for run in runs for x, _ in (run.evaluation, run.training) if len(x)), default=1.0
+    )
 
 
 def _sentence(data: Dataset) -> str:
@@ -109,9 +135,10 @@ def _sentence(data: Dataset) -> str:
         return "No run has finished with a validation loss, so there is nothing to rank yet."
     best, group = min(finals, key=lambda f: f[0].mean)
     if len(finals) == 1:
-        return f"{group.label} ends at a validation loss of {words(best)}."
+        return f"{group.label} ends at a validation loss of {intervals.words(best)}."
     worst, last = max(finals, key=lambda f: f[0].mean)
-    text = f"Of {len(finals)}, {group.label} ends lowest, at a validation loss of {words(best)}; {last.label} highest, at {words(worst)}."
+    text = f"Of {len(finals)} settings, {group.label} ends lowest, at a validation loss of {intervals.words(best)}; "
+    text += f"{last.label} highest, at {intervals.words(worst)}."
     rivals = [g.label for m, g in finals if g is not group and m.low <= best.high and best.low <= m.high]
     if rivals:
         others = "one other" if len(rivals) == 1 else f"{len(rivals)} others"
@@ -121,24 +148,15 @@ def _sentence(data: Dataset) -> str:
     return text
 
 
-def words(m: intervals.Mean) -> str:
-    """A mean with its interval.
-
-    >>> words(intervals.mean_interval([1.0, 2.0]))
-    '1.5000 (1.0000 to 2.0000, 2 seeds)'
-    """
-    if m.count == 1:
-        return f"{m.mean:.4f} (one seed)"
-    return f"{m.mean:.4f} ({m.low:.4f} to {m.high:.4f}, {m.count} seeds)"
-
-
 def _warnings(data: Dataset, kinds: Sequence[str]) -> list[str]:
     found = []
     silent = sum(not len(run.evaluation[0]) for run in data.runs)
     if "validation" not in kinds:
         found.append("No run has evaluated: the curves are train losses.")
     elif silent:
-        found.append(f"{silent} of {len(data.runs)} runs have no evaluation and are missing from the validation curves.")
+        found.append(
+            f"{silent} of {len(data.runs)} runs have no evaluation and are missing from the validation curves."
+        )
     if broken := sum(run.status == "failed" for run in data.runs):
         found.append(f"{broken} failed run(s) are drawn as far as they came; reasons are in the table.")
     return found

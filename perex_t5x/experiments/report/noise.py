@@ -9,7 +9,17 @@ import numpy as np
 
 from perex_t5x.experiments.report import colours, intervals
 from perex_t5x.experiments.report.dataset import Dataset
-from perex_t5x.experiments.report.plot import HEIGHT, Control, Json, LeftOut, Plot, coloured, in_panels, key_encoding, legends
+from perex_t5x.experiments.report.plot import (
+    HEIGHT,
+    Control,
+    Json,
+    LeftOut,
+    Plot,
+    coloured,
+    in_panels,
+    key_encoding,
+    legends,
+)
 
 NOISE_TITLE, SNR_TITLE = "Critical batch size over training", "Signal to noise of single examples"
 _NOISE, _SNR = "noise_scale_smoothed/", "snr/"
@@ -49,13 +59,25 @@ def noise_scale(data: Dataset) -> Plot | LeftOut:
         Control("log", "log", "logarithmic", False),
     ]
     warnings = [f"{hidden} measurement(s) saw no signal (infinite noise scale) and are not drawn."] if hidden else []
-    spec = _noise_spec(sizes)
-    return Plot("noise_scale", NOISE_TITLE, _noise_sentence(data, layers[0], sizes), spec, columns, rows, legends(data), controls, warnings)  # fmt: skip
+    sentence, spec = _noise_sentence(data, layers[0], sizes), _noise_spec(sizes)
+    return Plot("noise_scale", NOISE_TITLE, sentence, spec, columns, rows, legends(data), controls, warnings)
 
 
 def _noise_spec(sizes: list[int]) -> Json:
-    x = {"field": "x", "type": "quantitative", "title": "examples seen", "axis": {"format": "~s"}, "scale": {"nice": False}}
-    y = {"field": "mean", "type": "quantitative", "scale": {"type": "log"}, "title": "noise scale (examples)", "axis": {"format": "~s"}}
+    x = {
+        "field": "x",
+        "type": "quantitative",
+        "title": "examples seen",
+        "axis": {"format": "~s"},
+        "scale": {"nice": False},
+    }
+    y = {
+        "field": "mean",
+        "type": "quantitative",
+        "scale": {"type": "log", "nice": False, "padding": 8},
+        "title": "noise scale (examples)",
+        "axis": {"format": "~s"},
+    }
     tooltip = [
         {"field": "line", "title": "run"},
         {"field": "mean", "title": "noise scale", "format": ".3s"},
@@ -76,7 +98,11 @@ def _noise_spec(sizes: list[int]) -> Json:
             {"data": used, "mark": {"type": "rule", "strokeDash": [2, 4], "opacity": 0.6}, "encoding": at},
             {"data": used, "mark": label, "encoding": {**at, "x": {"value": 0}, "text": {"field": "label"}}},
             {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {**curves, **key_encoding()}},
-            {"params": [hover], "mark": point, "encoding": {**curves, **key_encoding(False), "opacity": shown, "tooltip": tooltip}},
+            {
+                "params": [hover],
+                "mark": point,
+                "encoding": {**curves, **key_encoding(False), "opacity": shown, "tooltip": tooltip},
+            },
         ],
     }
 
@@ -94,12 +120,12 @@ def _noise_sentence(data: Dataset, layer: str, sizes: list[int]) -> str:
         return "Too few measurements to say how the noise scale moves: fewer than six in every run."
     begin, end = float(np.median(early)), float(np.median(late))
     move = "grows" if end > 1.2 * begin else "falls" if end < begin / 1.2 else "stays about the same"
-    text = f"The noise scale ({layer}) {move}: from {begin:.3g} examples in the first third to {end:.3g} in the last (medians)"
+    text = f"The noise scale ({layer}) {move}: from {begin:.3g} examples in the first third to {end:.3g} in the last"
     if sizes:
         under, over = [s for s in sizes if s < end], [s for s in sizes if s >= end]
         parts = ([f"{_listed(under)} below"] if under else []) + ([f"{_listed(over)} above"] if over else [])
         text += f". Of the batch sizes used (dotted) {' and '.join(parts)} the late one"
-    return text + "."
+    return text + "; thirds are compared by their medians."
 
 
 def _listed(sizes: list[int]) -> str:
@@ -107,7 +133,7 @@ def _listed(sizes: list[int]) -> str:
 
 
 def snr_histograms(data: Dataset) -> Plot | LeftOut:
-    layers = [name for name in _layers(data, _SNR)]
+    layers = _layers(data, _SNR)
     if not layers:
         return LeftOut(SNR_TITLE, _MISSING)
     drawn = layers[:_LAYERS]
@@ -146,7 +172,13 @@ def snr_histograms(data: Dataset) -> Plot | LeftOut:
 
 
 def _snr_spec() -> Json:
-    x = {"field": "from", "type": "quantitative", "title": "SNR", "scale": {"type": "log"}, "axis": {"format": "~g", "tickCount": 4}}
+    x = {
+        "field": "from",
+        "type": "quantitative",
+        "title": "SNR",
+        "scale": {"type": "log", "nice": False},
+        "axis": {"format": "~g", "tickCount": 4},
+    }
     tooltip = [
         {"field": "key", "title": "which"},
         {"field": "from", "title": "SNR from", "format": ".3g"},
@@ -158,7 +190,7 @@ def _snr_spec() -> Json:
     return {
         "transform": [*coloured(), total],
         "height": 130,
-        "mark": {"type": "bar", "binSpacing": 0.5},
+        "mark": {"type": "bar", "orient": "vertical", "binSpacing": 0.5},
         "encoding": {"x": x, "x2": {"field": "to"}, "y": y, **key_encoding(False), "tooltip": tooltip},
     }
 
@@ -172,9 +204,13 @@ def _snr_sentence(measured: list[tuple[int, str, str, float]], layers: list[str]
     texts = []
     if len(found) > 1:
         best, worst = max(found, key=found.get), min(found, key=found.get)
-        texts.append(f"The median SNR is largest in {best} ({found[best]:.3g}) and smallest in {worst} ({found[worst]:.3g})")
+        texts.append(
+            f"The median SNR is largest in {best} ({found[best]:.3g}) and smallest in {worst} ({found[worst]:.3g})"
+        )
     begin, end = middle(layers[0], _PARTS[0]), middle(layers[0], _PARTS[-1])
     if begin and end:
-        texts.append(f"for {layers[0]} it goes from {begin:.3g} in the first third of the runs to {end:.3g} in the last")
+        texts.append(
+            f"for {layers[0]} it goes from {begin:.3g} in the first third of the runs to {end:.3g} in the last"
+        )
     text = "; ".join(texts) or f"The median SNR ({layers[0]}) is {10 ** float(np.median([m[3] for m in measured])):.3g}"
     return text[0].upper() + text[1:] + "."

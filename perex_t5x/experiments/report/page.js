@@ -2,7 +2,6 @@
 (() => {
   const content = JSON.parse(document.getElementById("content").textContent);
   const root = document.documentElement;
-  const narrowest = 250; // pixels of a panel
   const dark = () => root.dataset.theme === "dark";
 
   // Light or dark: as the system says, until the button is used.
@@ -140,7 +139,8 @@
 
     set(name, value) {
       this.state[name] = value;
-      this.signal(name, value);
+      if (name === "against") this.redraw(); // the axis has another name, too
+      else this.signal(name, value);
     }
 
     // After the drawing under way, so that no change is lost.
@@ -166,9 +166,12 @@
         color: { domain, range: this.legend.entries.map((entry) => (dark() ? entry.dark : entry.light)) },
         strokeDash: { domain, range: this.legend.entries.map((entry) => entry.dash) },
       };
+      const choices = this.plot.controls.find((control) => control.name === "against");
+      const against = choices && choices.options.find(([value]) => value === this.state.against)[1];
       for (const encoding of encodings(spec)) {
         for (const channel of ["color", "strokeDash"])
           if (encoding[channel] && encoding[channel].field === "key") encoding[channel].scale = scales[channel];
+        if (encoding.x && encoding.x.field === "x" && against) encoding.x.title = against;
         if (this.state.log && encoding.x && encoding.x.field === "x") encoding.x.scale = { ...encoding.x.scale, type: "log" };
       }
       const width = this.place.clientWidth;
@@ -179,11 +182,13 @@
       }
       const panels = new Set(this.rows.map((row) => row[spec.facet.field])).size;
       const axis = 62;
-      spec.columns = Math.max(1, Math.min(panels, 4, Math.floor((width - axis) / narrowest)));
+      const narrowest = spec.spec.height < 200 ? 190 : 250; // pixels of a panel
+      const most = Math.max(1, Math.min(panels, Math.floor((width - axis) / narrowest)));
+      spec.columns = Math.ceil(panels / Math.ceil(panels / most)); // rows of equal length, as far as it goes
       spec.spacing = 24;
       spec.spec.width = Math.floor((width - axis - spec.spacing * (spec.columns - 1)) / spec.columns) - 4;
       spec.facet.header.labelLimit = spec.spec.width;
-      if (spec.columns > 1) spec.spec.height = Math.min(spec.spec.height, 240);
+      if (panels > 1) spec.spec.height = Math.min(spec.spec.height, 240);
       return spec;
     }
 
@@ -191,6 +196,7 @@
       if (this.result) this.result.finalize();
       this.result = await vegaEmbed(this.place, this.specification(), {
         actions: false,
+        logLevel: 1, // errors only: it warns of every scale that has all its lines switched off
         renderer: this.rows.length > 4000 ? "canvas" : "svg", // many points are slow as elements
         config: colours(),
         tooltip: { theme: "custom" },

@@ -43,9 +43,8 @@ def page(title: str, data: Dataset, plots: Sequence[Plot | LeftOut], command: st
     if drawn:
         scripts.append(f"<script>{drawing.library()}</script>")
     scripts.append(f"<script>{_file('page.js')}</script>")
-    return (
-        f"<!doctype html><html lang='en'><head>{head}</head><body><main>{''.join(body)}</main>{''.join(scripts)}</body></html>\n"
-    )
+    inside = f"<main>{''.join(body)}</main>{''.join(scripts)}"
+    return f"<!doctype html><html lang='en'><head>{head}</head><body>{inside}</body></html>\n"
 
 
 def _file(name: str) -> str:
@@ -109,7 +108,8 @@ def _plot(plot: Plot) -> str:
 
 
 def _left_out(plot: LeftOut) -> str:
-    return f'<section class="missing"><h2>{escape(plot.title)}</h2><p class="dim">Not drawn: {escape(plot.why)}.</p></section>'
+    why = f'<p class="dim">Not drawn: {escape(plot.why)}.</p>'
+    return f'<section class="missing"><h2>{escape(plot.title)}</h2>{why}</section>'
 
 
 def _notes(data: Dataset) -> list[str]:

@@ -1,7 +1,7 @@
 """A plot, described once: for the page, where a script draws it, and for figures, where nothing moves.
 
-A description is a Vega-Lite specification without data. Its rows are joined with the groups' labels and axis values when it is
-drawn, so that these are stored once. Specifications read the parameters
+A description is a Vega-Lite specification without data. Its rows are joined with the groups' labels and axis values when it
+is drawn, so that these are stored once. Specifications read the parameters
 
 | parameter | what it is |
 |---|---|
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perex_t5x.experiments.report import colours
-from perex_t5x.experiments.report.dataset import Dataset, written
+from perex_t5x.experiments.report.dataset import Axis, Dataset, written
 
 LINE = "line"
 HEIGHT = 320
@@ -65,14 +65,15 @@ class LeftOut:
 
 def group_fields(data: Dataset) -> list[dict[str, str]]:
     """What rows of each group are joined with: its label as `line`, its axis values as `a0`, `a1`, ..."""
-    return [
-        {LINE: group.label, **{f"a{i}": written(a.name, v) for i, (a, v) in enumerate(zip(data.axes, group.key, strict=True))}}
-        for group in data.groups
-    ]  # fmt: skip
+    found = []
+    for group in data.groups:
+        values = [written(axis.name, value) for axis, value in zip(data.axes, group.key, strict=True)]
+        found.append({LINE: group.label, **{f"a{i}": value for i, value in enumerate(values)}})
+    return found
 
 
-def legends(data: Dataset, most: int = 12) -> dict[str, tuple[str, list[colours.Entry]]]:
-    """By line and by each axis. First what colours can tell apart: lines if they are few, else the axis with most values."""
+def legends(data: Dataset, most: int = 8) -> dict[str, tuple[str, list[colours.Entry]]]:
+    """By line and by each axis. First lines if few, else an axis of few values that differ inside a folder."""
     entries = {LINE: ("each line", colours.distinct([g.label for g in data.groups]))}
     if len(data.axes) == 1 and data.axes[0].ordered:
         entries[LINE] = ("each line", colours.ordered([g.label for g in data.groups]))
@@ -80,9 +81,16 @@ def legends(data: Dataset, most: int = 12) -> dict[str, tuple[str, list[colours.
         for i, axis in enumerate(data.axes):
             keys = [written(axis.name, value) for value in axis.values]
             entries[f"a{i}"] = (axis.name, (colours.ordered if axis.ordered else colours.distinct)(keys))
-    few = {field: len(found) for field, (_, found) in entries.items() if len(found) <= most}
-    first = LINE if LINE in few or not few else max(few, key=lambda field: few[field])
+    first = LINE
+    if len(data.groups) > most or len(data.studies) > 1:
+        few = [i for i, axis in enumerate(data.axes) if len(axis.values) <= most + 4 and _differs_inside(data, axis)]
+        first = f"a{few[0]}" if few and f"a{few[0]}" in entries else LINE
     return {first: entries.pop(first), **entries}
+
+
+def _differs_inside(data: Dataset, axis: Axis) -> bool:
+    """Where folders have panels of their own, what differs between them only needs no colours."""
+    return any(len({str(axis.of(run)) for run in study.runs}) > 1 for study in data.studies)
 
 
 def shorter(value: Any) -> Any:
@@ -112,7 +120,7 @@ def still(plot: Plot, groups: Sequence[Mapping[str, str]], width: int = 460) -> 
     spec = copy.deepcopy(plot.spec)
     records = [{c: shorter(v) for c, v in zip(plot.columns, row, strict=True)} for row in plot.rows]
     spec["data"] = {"values": [{**(groups[r["g"]] if r.get("g") is not None else {}), **r} for r in records]}
-    spec["params"] = [p for p in parameters(plot) if p["name"] not in {"wide"}]
+    spec["params"] = parameters(plot)
     name, entries = plot.legends[plot.colour]
     scales = {
         "color": {"domain": [e.key for e in entries], "range": [e.light for e in entries]},
@@ -124,7 +132,9 @@ def still(plot: Plot, groups: Sequence[Mapping[str, str]], width: int = 460) -> 
             if encoding.get(channel, {}).get("field") == "key":
                 encoding[channel]["scale"] = scale
                 shown = len(entries) <= 16
-                encoding[channel]["legend"] = {"title": name, "symbolType": "stroke"} if shown else None
+                encoding[channel]["legend"] = (
+                    {"title": name, "symbolType": "stroke", "symbolOpacity": 1} if shown else None
+                )
         if log and "x" in encoding:
             encoding["x"].setdefault("scale", {})["type"] = "log"
     unit = spec.get("spec", spec)

@@ -30,7 +30,7 @@ def _row(run: Run, own: list[str], rest: list[str], several: bool) -> str:
     error = f'<div class="reason">{escape(run.error)}</div>' if run.error else ""
     cells = [
         *([_cell(escape(run.study), run.study)] if several else []),
-        _cell(escape(run.name), run.name),
+        _cell(f'<span class="name">{escape(run.name)}</span>', run.name),
         _cell(f'<span class="{_status_class(run.status)}">{escape(run.status)}</span>{error}', run.status),
         *(_number(value, "{:.4f}") for value in (run.final_loss, run.best_loss)),
         _number(run.seconds, "{:.1f}"),
@@ -52,7 +52,13 @@ def _status_class(status: str) -> str:
 
 
 def _plain(value: str) -> str:
-    return value[1:-1] if len(value) > 1 and value[0] == value[-1] == "'" else value
+    """Without quotes; a number with as many digits as one reads.
+
+    >>> _plain("'a'"), _plain("0.0028284271247461905")
+    ('a', '0.0028284')
+    """
+    known = gin_text.literal(value)
+    return f"{known:.5g}" if isinstance(known, float) else known if isinstance(known, str) else value
 
 
 def _wrapped(text: str) -> str:
