@@ -18,6 +18,7 @@ from perex_t5x.experiments.report.plot import (
     in_panels,
     key_encoding,
     legends,
+    nearest_point,
 )
 from perex_t5x.experiments.report.runs import Run
 
@@ -69,14 +70,6 @@ def curve_spec(title: str, bands: bool) -> Json:
     """Lines with bands behind them and points that show themselves under the pointer."""
     x = {"field": "x", "type": "quantitative", "title": title, "axis": {"format": "~s"}, "scale": {"nice": False}}
     y = {"type": "quantitative", "scale": {"zero": False}, "title": "loss"}
-    tooltip = [
-        {"field": "line", "title": "run"},
-        {"field": "mean", "title": "loss", "format": ".4f"},
-        {"field": "low", "title": "from", "format": ".4f"},
-        {"field": "high", "title": "to", "format": ".4f"},
-        {"field": "n", "title": "seeds"},
-        {"field": "x", "title": "at", "format": ",.0f"},
-    ]
     band = {
         "transform": [{"filter": "band && isValid(datum.low)"}],
         "mark": {"type": "area", "opacity": 0.16, "clip": True},
@@ -86,13 +79,14 @@ def curve_spec(title: str, bands: bool) -> Json:
         "mark": {"type": "line", "strokeWidth": 2, "clip": True},
         "encoding": {"y": {**y, "field": "mean"}, **key_encoding()},
     }
-    hover = {"name": "hover", "select": {"type": "point", "on": "pointerover", "nearest": True, "clear": "pointerout"}}
-    shown = {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0}
-    point = {
-        "params": [hover],
-        "mark": {"type": "point", "filled": True, "size": 70},
-        "encoding": {"y": {**y, "field": "mean"}, **key_encoding(False), "opacity": shown, "tooltip": tooltip},
-    }
+    words = [
+        ("run", "line", ""),
+        ("loss", "mean", ".4f"),
+        ("from", "low", ".4f"),
+        ("to", "high", ".4f"),
+        ("seeds", "n", "d"),
+    ]
+    point = nearest_point({**y, "field": "mean"}, [*words, ("at", "x", ",.0f")])
     return {
         "transform": [
             *coloured(),

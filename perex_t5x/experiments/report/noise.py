@@ -19,6 +19,7 @@ from perex_t5x.experiments.report.plot import (
     in_panels,
     key_encoding,
     legends,
+    nearest_point,
 )
 
 NOISE_TITLE, SNR_TITLE = "Critical batch size over training", "Signal to noise of single examples"
@@ -78,16 +79,8 @@ def _noise_spec(sizes: list[int]) -> Json:
         "title": "noise scale (examples)",
         "axis": {"format": "~s"},
     }
-    tooltip = [
-        {"field": "line", "title": "run"},
-        {"field": "mean", "title": "noise scale", "format": ".3s"},
-        {"field": "n", "title": "seeds"},
-        {"field": "x", "title": "examples seen", "format": ",.0f"},
-    ]
-    hover = {"name": "hover", "select": {"type": "point", "on": "pointerover", "nearest": True, "clear": "pointerout"}}
-    shown = {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0}
+    words = [("run", "line", ""), ("noise scale", "mean", ".3s"), ("seeds", "n", "d"), ("examples seen", "x", ",.0f")]
     curves = {"x": x, "y": y, "detail": {"field": "line", "type": "nominal"}}
-    point = {"type": "point", "filled": True, "size": 70}
     used = {"values": [{"size": size, "label": f"batch {size}"} for size in sizes]}
     at = {"y": {"field": "size", "type": "quantitative"}}
     label = {"type": "text", "align": "left", "baseline": "bottom", "dx": 3, "dy": -2, "fontSize": 10, "opacity": 0.8}
@@ -98,11 +91,7 @@ def _noise_spec(sizes: list[int]) -> Json:
             {"data": used, "mark": {"type": "rule", "strokeDash": [2, 4], "opacity": 0.6}, "encoding": at},
             {"data": used, "mark": label, "encoding": {**at, "x": {"value": 0}, "text": {"field": "label"}}},
             {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {**curves, **key_encoding()}},
-            {
-                "params": [hover],
-                "mark": point,
-                "encoding": {**curves, **key_encoding(False), "opacity": shown, "tooltip": tooltip},
-            },
+            nearest_point(y, words, x),
         ],
     }
 

@@ -23,6 +23,7 @@ from perex_t5x.experiments.report.dataset import Axis, Dataset, written
 
 LINE = "line"
 HEIGHT = 320
+_LONGEST_LEGEND = 16  # of a figure; the page's scrolls
 Json = dict[str, Any]
 
 
@@ -122,21 +123,18 @@ def still(plot: Plot, groups: Sequence[Mapping[str, str]], width: int = 460) -> 
     spec["data"] = {"values": [{**(groups[r["g"]] if r.get("g") is not None else {}), **r} for r in records]}
     spec["params"] = parameters(plot)
     name, entries = plot.legends[plot.colour]
+    domain = [entry.key for entry in entries]
+    legend = {"title": None if plot.colour == LINE else name, "symbolOpacity": 1}
+    if any("strokeDash" in encoding for encoding in encodings(spec)):
+        legend["symbolType"] = "stroke"
     scales = {
-        "color": {"domain": [e.key for e in entries], "range": [e.light for e in entries]},
-        "strokeDash": {"domain": [e.key for e in entries], "range": [list(e.dash) for e in entries]},
+        "color": {"domain": domain, "range": [entry.light for entry in entries]},
+        "strokeDash": {"domain": domain, "range": [list(entry.dash) for entry in entries]},
     }
-    log = next((c.value for c in plot.controls if c.kind == "log"), False)
     for encoding in encodings(spec):
         for channel, scale in scales.items():
             if encoding.get(channel, {}).get("field") == "key":
-                encoding[channel]["scale"] = scale
-                shown = len(entries) <= 16
-                encoding[channel]["legend"] = (
-                    {"title": name, "symbolType": "stroke", "symbolOpacity": 1} if shown else None
-                )
-        if log and "x" in encoding:
-            encoding["x"].setdefault("scale", {})["type"] = "log"
+                encoding[channel] |= {"scale": scale, "legend": legend if len(entries) <= _LONGEST_LEGEND else None}
     unit = spec.get("spec", spec)
     unit["width"], unit["height"] = (width if unit is spec else width * 2 // 3), unit.get("height", HEIGHT)
     return spec
@@ -173,3 +171,29 @@ def in_panels(unit: Json, field: str, order: Sequence[str]) -> Json:
     transform = unit.pop("transform", [])
     facet = {"field": field, "type": "nominal", "title": None, "sort": list(order), "header": {"labelFontSize": 12}}
     return {"transform": transform, "facet": facet, "columns": min(3, len(order)), "spec": unit}
+
+
+def nearest_point(y: Json, fields: Sequence[tuple[str, str, str]], x: Json | None = None) -> Json:
+    """A layer of points of which the one nearest to the pointer shows itself, with these (name, field, format) beside it.
+
+    The words are an expression: Vega-Lite's own do not find fields without a format here, since they look for them in the
+    pointer's cell and not in its point.
+    """
+    parts = []
+    for name, field, form in fields:
+        value = f"(datum.datum || datum)['{field}']"
+        shown = f"format({value}, '{form}')" if form else f"toString({value})"
+        parts.append(f"isValid({value}) ? {{'{name}': {shown}}} : {{}}")
+    select = {"type": "point", "on": "pointerover", "nearest": True, "clear": "pointerout"}
+    return {
+        "params": [{"name": "hover", "select": select}],
+        "mark": {"type": "point", "filled": True, "size": 70},
+        "encoding": {
+            **({"x": x} if x else {}),
+            "y": y,
+            "detail": {"field": LINE, "type": "nominal"},
+            "opacity": {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0},
+            "tooltip": {"value": {"expr": f"merge({', '.join(parts)})"}},
+            **key_encoding(False),
+        },
+    }
