@@ -57,7 +57,8 @@ def collapse(curves: Sequence[Curve], warmup_examples: float = 0.0, points: int 
       points: how many common points, evenly spaced in examples seen.
 
     >>> x = np.linspace(0, 1000, 21)
-    >>> curves = [Curve(b, x, 2 + shift + seed) for b, shift in ((8, 0.0), (16, 0.2), (32, 0.4)) for seed in (-0.1, 0.1)]
+    >>> shifts = {8: 0.0, 16: 0.2, 32: 0.4}
+    >>> curves = [Curve(b, x, 2 - x / 1000 + shifts[b] + seed) for b in shifts for seed in (-0.1, 0.1)]
     >>> found = collapse(curves, warmup_examples=100)
     >>> print(f"{found.number:.3f} = {found.across_batch:.3f} / {found.across_seed:.3f}")
     1.414 = 0.200 / 0.141

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from perex_t5x.experiments.report import colours, intervals
-from perex_t5x.experiments.report.dataset import RATE, STUDY, Dataset, written
+from perex_t5x.experiments.report.dataset import RATE, STUDY, Dataset, labelled
 from perex_t5x.experiments.report.plot import HEIGHT, Json, LeftOut, Plot, coloured, in_panels, key_encoding
 from perex_t5x.experiments.report.runs import Run
 
@@ -43,7 +43,7 @@ def find(data: Dataset) -> list[Basin]:
         if not run.learning_rate:
             continue
         key = (*(axis.of(run) for axis in others), run.study)
-        label = ", ".join(written(axis.name, axis.of(run)) for axis in others if axis.name != STUDY) or run.study
+        label = labelled((axis.name, axis.of(run)) for axis in others if axis.name != STUDY) or run.study
         basin = basins.setdefault(tuple(map(str, key)), Basin(label, run.study, {}))
         basin.runs.setdefault(run.learning_rate, []).append(run)
     return [basin for basin in basins.values() if len(basin.means()) > 1]

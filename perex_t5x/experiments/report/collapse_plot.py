@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from perex_t5x.experiments import collapse
 from perex_t5x.experiments.report import colours, intervals
 from perex_t5x.experiments.report.basins import is_rate
-from perex_t5x.experiments.report.dataset import BATCH, RATE, RULE, Dataset, written
+from perex_t5x.experiments.report.dataset import BATCH, RULE, Axis, Dataset, labelled, written
 from perex_t5x.experiments.report.learning_curves import curve_spec, longest_examples
 from perex_t5x.experiments.report.plot import Control, Json, LeftOut, Plot, coloured, in_panels
 from perex_t5x.experiments.report.runs import Run
@@ -35,41 +36,52 @@ class Panel:
 
 def panels(data: Dataset) -> list[Panel]:
     """One for each rule and combination of the other axes; of several base rates the best for each."""
-    axes = [axis for axis in data.axes if axis.name not in (BATCH, RATE)]
-    parts: dict[tuple, list[Run]] = {}
+    axes = [axis for axis in data.axes if axis.name != BATCH and not is_rate(axis.name)]
+    parts: dict[tuple, dict[str, list[Run]]] = {}
     for run in data.runs:
         if run.batch_size and len(run.evaluation[0]):
-            parts.setdefault((run.rule, *(axis.of(run) for axis in axes)), []).append(run)
+            same = parts.setdefault((run.rule, *(str(axis.of(run)) for axis in axes)), {})
+            same.setdefault(_base_rate(run), []).append(run)
     best: dict[tuple, Panel] = {}
-    for key, runs in parts.items():
-        panel = _panel(_label(key[0], axes, key[1:]), runs)
-        rest = (key[0], *(value for axis, value in zip(axes, key[1:], strict=True) if not is_rate(axis.name)))
-        if panel and (rest not in best or panel.loss < best[rest].loss):
-            best[rest] = panel
+    for key, by_rate in parts.items():
+        for base, runs in by_rate.items():
+            label = _label(runs[0], axes) + (f", {base}" if len(by_rate) > 1 else "")
+            panel = _panel(label, runs)
+            if panel and (key not in best or panel.loss < best[key].loss):
+                best[key] = panel
     return list(best.values())
 
 
-def _label(rule: str | None, axes: list, values: tuple) -> str:
-    parts = [written(axis.name, value) for axis, value in zip(axes, values, strict=True) if axis.name != RULE]
-    return ", ".join([rule or "no rule", *parts])
+def _base_rate(run: Run) -> str:
+    """The rate from which a rule scales, in words; without a rule there is none, and each batch size has its own."""
+    if not run.rule:
+        return ""
+    return ", ".join(written(name, value) for name, value in run.values.items() if is_rate(name))
+
+
+def _label(run: Run, axes: Sequence[Axis]) -> str:
+    return labelled([(RULE, run.rule or "no rule"), *((axis.name, axis.of(run)) for axis in axes if axis.name != RULE)])
 
 
 def _panel(label: str, runs: list[Run]) -> Panel | None:
     # A plain sweep over rates and batch sizes has no rule: each batch size then stands with its best rate.
     if not runs[0].rule:
         runs = [run for run in runs if run.learning_rate == _best_rate(runs, run.batch_size)]
-        label = label.replace("no rule", "each at its best rate") if len({r.learning_rate for r in runs}) > 1 else label
+        if len({run.learning_rate for run in runs}) > 1:
+            label = label.replace("no rule", "each at its best rate")
     warmups = [run.warmup_steps * run.batch_size for run in runs if run.warmup_steps is not None]
-    longest = max(float(run.examples(run.evaluation[0])[-1]) for run in runs)
-    warmup = float(max(warmups)) if warmups else 0.1 * longest
+    warmup = float(max(warmups)) if warmups else 0.1 * longest_examples(runs)
     curves = [collapse.Curve(run.batch_size, run.examples(run.evaluation[0]), run.evaluation[1]) for run in runs]
     found = collapse.collapse(curves, warmup)
     return Panel(label, runs, found, warmup) if found else None
 
 
 def _best_rate(runs: list[Run], batch: int | None) -> float | None:
-    finished = [run for run in runs if run.batch_size == batch and run.finished]
-    return min(finished, key=lambda run: run.final_loss).learning_rate if finished else None
+    losses: dict[float | None, list[float]] = {}
+    for run in runs:
+        if run.batch_size == batch and run.finished:
+            losses.setdefault(run.learning_rate, []).append(run.final_loss)
+    return min(losses, key=lambda rate: np.mean(losses[rate])) if losses else None
 
 
 def collapse_plot(data: Dataset) -> Plot | LeftOut:
@@ -123,6 +135,7 @@ def _rows(panel: Panel, longest: float) -> list[tuple]:
     curves: dict[int, list] = {}
     for size in sorted({run.batch_size for run in panel.runs}):
         runs = [run for run in panel.runs if run.batch_size == size]
+        runs = [run for run in runs if run.finished] or runs
         found = intervals.mean_curve([r.evaluation for r in runs], 120)
         curves[size] = [(step * size, m) for step, m in found if step > 0]
     rows = []

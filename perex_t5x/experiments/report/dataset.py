@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from perex_t5x.experiments.report import gin_text
@@ -39,6 +39,11 @@ class Group:
     @property
     def finished(self) -> list[Run]:
         return [run for run in self.runs if run.finished]
+
+    @property
+    def shown(self) -> list[Run]:
+        """Of which curves are drawn: the finished ones, if there are any. A mean would end with the first that fails."""
+        return self.finished or self.runs
 
 
 @dataclasses.dataclass
@@ -100,7 +105,16 @@ def _ordered(values: set[Any]) -> tuple[Any, ...]:
 def _label(axes: Sequence[Axis], key: Sequence[Any], members: Sequence[Run]) -> str:
     if not axes:
         return members[0].name if len(members) == 1 else members[0].study
-    return ", ".join(written(axis.name, value) for axis, value in zip(axes, key, strict=True))
+    return labelled((axis.name, value) for axis, value in zip(axes, key, strict=True)) or members[0].study
+
+
+def labelled(values: Iterable[tuple[str, Any]]) -> str:
+    """Values of several axes in one line; what a run does not have is not mentioned.
+
+    >>> labelled([("optimizer", "adamw"), ("rule", None), ("batch size", 8)])
+    'adamw, batch 8'
+    """
+    return ", ".join(written(name, value) for name, value in values if value is not None)
 
 
 def written(name: str, value: Any) -> str:
@@ -109,6 +123,8 @@ def written(name: str, value: Any) -> str:
     >>> written("optimizer", "adamw"), written("batch size", 32), written("optax.adamw.b2", 0.98)
     ('adamw', 'batch 32', 'adamw.b2 0.98')
     """
+    if value is None:
+        return f"no {name}"
     shown = f"{value:.4g}" if isinstance(value, float) else str(value)
     if name in (OPTIMIZER, RULE, STUDY):
         return shown

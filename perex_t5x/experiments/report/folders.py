@@ -77,14 +77,19 @@ def _sweep(path: str) -> Study:
     rule = description.get("rule")
     if rule:
         base = f"batch {description.get('base_batch_size')}, rate {description.get('base_learning_rate')}"
-        study.facts.append(f"scaling rule: {rule} (base: {base})")
+        shown = ", ".join(map(str, rule)) if isinstance(rule, list) else rule
+        study.facts.append(f"scaling rule: {shown} (base: {base})")
     if description.get("weight_decay"):
         study.facts.append(f"weight decay: {description['weight_decay']}")
     results = _results(os.path.join(path, "results.csv"))
     for entry in description["runs"]:
         run = _sweep_run(path, entry, rule)
-        _take_result(run, results.get(run.name) or _result(os.path.join(path, "runs", run.name, "result.json")))
+        _take_result(run, _result(os.path.join(path, "runs", run.name, "result.json")) or results.get(run.name) or {})
         study.runs.append(run)
+    known = {run.optimizer for run in study.runs if run.optimizer}
+    if len(known) == 1:  # a run that has not begun has written no configuration, but will have the same
+        for run in study.runs:
+            run.optimizer = next(iter(known))
     if os.path.exists(findings := os.path.join(path, "findings.json")):
         found = _json(findings)
         study.findings = [f for f in found if isinstance(f, dict)] if isinstance(found, list) else []
@@ -101,7 +106,7 @@ def _sweep_run(path: str, entry: dict[str, Any], rule: Any) -> runs.Run:
     values = entry.get("values") or {}
     run.values = {axis: value for axis, value in values.items() if axis.lower() not in _SEEDS}
     chosen = run.values.pop("rule", rule)
-    run.rule = str(chosen) if chosen else None
+    run.rule = chosen if isinstance(chosen, str) else None
     if "optimizer" in run.values:  # an axis of Gin files; its names tell more than the function's
         run.optimizer = _short(run.values.pop("optimizer"))
     return run
@@ -119,7 +124,7 @@ def _take_result(run: runs.Run, row: dict[str, Any]) -> None:
     run.error = str(row.get("error") or run.error)
 
     def finite(key: str, otherwise: float | None) -> float | None:
-        value = runs.number(row.get(key) or None)
+        value = runs.number(row.get(key))  # of an empty cell: nan
         return value if math.isfinite(value) else otherwise
 
     run.seconds = finite("seconds", run.seconds)

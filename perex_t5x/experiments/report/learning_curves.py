@@ -34,9 +34,10 @@ def learning_curves(data: Dataset) -> Plot | LeftOut:
     kinds = [kind for kind in ("validation", "train") if any(row[1] == kind for row in rows)]
     if not rows:
         return LeftOut(TITLE, "no run has logged a loss yet")
-    if all(run.batch_size for run in data.runs):
+    begun = [run for run in data.runs if len(run.training[0]) or len(run.evaluation[0])]
+    if all(run.batch_size for run in begun):
         against = [("examples", "examples seen")]
-        if all(run.length for run in data.runs):
+        if all(run.length for run in begun):
             against.append(("tokens", "target tokens, padding included"))
     else:
         against = []
@@ -101,10 +102,10 @@ def curve_spec(title: str, bands: bool) -> Json:
 
 def _rows(g: int, group: Group, points: int, longest: float) -> list[tuple]:
     rows: list[tuple] = []
-    run = group.runs[0]
+    run = group.shown[0]
     batch, length = float(run.batch_size or 1), run.length
     for kind in ("validation", "train"):
-        curves = [r.evaluation if kind == "validation" else r.training for r in group.runs]
+        curves = [r.evaluation if kind == "validation" else r.training for r in group.shown]
         if kind == "train":
             curves = [(x, intervals.smoothed(y)) for x, y in curves]
         found = [(x, m) for x, m in intervals.mean_curve(curves, points) if x > 0]  # step 0 has no place on a log axis
@@ -152,5 +153,7 @@ def _warnings(data: Dataset, kinds: Sequence[str]) -> list[str]:
             f"{silent} of {len(data.runs)} runs have no evaluation and are missing from the validation curves."
         )
     if broken := sum(run.status == "failed" for run in data.runs):
-        found.append(f"{broken} failed run(s) are drawn as far as they came; reasons are in the table.")
+        found.append(
+            f"{broken} run(s) failed: they are drawn where no other seed has finished, and the table has the reasons."
+        )
     return found

@@ -44,7 +44,7 @@ def noise_scale(data: Dataset) -> Plot | LeftOut:
     for g, group in enumerate(data.groups):
         batch = float(group.runs[0].batch_size or 1)
         for layer in layers:
-            curves = [run.monitored[_NOISE + layer] for run in group.runs if _NOISE + layer in run.monitored]
+            curves = [run.monitored[_NOISE + layer] for run in group.shown if _NOISE + layer in run.monitored]
             hidden += sum(int((~(np.isfinite(y) & (y > 0))).sum()) for _, y in curves)
             with np.errstate(divide="ignore", invalid="ignore"):
                 logs = [(x, np.where(y > 0, np.log(y), np.nan)) for x, y in curves]

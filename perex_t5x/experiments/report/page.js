@@ -181,7 +181,7 @@
         return spec;
       }
       const panels = new Set(this.rows.map((row) => row[spec.facet.field])).size;
-      const axis = 62;
+      const axis = 80; // its numbers, its title and the padding
       const narrowest = spec.spec.height < 200 ? 190 : 250; // pixels of a panel
       const most = Math.max(1, Math.min(panels, Math.floor((width - axis) / narrowest)));
       spec.columns = Math.ceil(panels / Math.ceil(panels / most)); // rows of equal length, as far as it goes
