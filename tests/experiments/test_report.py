@@ -191,6 +191,16 @@ def test_findings_are_shown_with_the_papers_word(tmp_path):
     assert "we saw" in html and "they saw" in html and "0.12346" in html and 'href="#curves"' in html
 
 
+def test_odd_findings_and_descriptions(tmp_path):
+    odd = [{}, 3, {"table": {"rows": [1, ["x"]]}, "plot": ["curves"]}]
+    html = report.make([str(write_sweep(tmp_path / "odd", [{"values": {}}], findings=odd))])
+    assert html.count("<h2>Finding</h2>") == 2 and "<td>x</td>" in html
+    for runs in ([], [1], [{"values": {}}], None):
+        (tmp_path / "odd" / "sweep.json").write_text(json.dumps({"name": "odd", "runs": runs}))
+        with pytest.raises(ConfigError, match="not the description of a sweep"):
+            folders.load([str(tmp_path / "odd")])
+
+
 def test_many_runs_stay_small(tmp_path):
     runs = [
         {"values": {"x": i // 2, "seed": i % 2}, "seed": i % 2, "points": 400, "steps": 4000, "name": f"r{i}"}

@@ -70,8 +70,11 @@ def _is_run(path: str) -> bool:
 
 def _sweep(path: str) -> Study:
     description = _json(os.path.join(path, "sweep.json"))
-    if not isinstance(description, dict) or not isinstance(description.get("runs"), list) or not description["runs"]:
-        raise ConfigError(f"{os.path.join(path, 'sweep.json')}: not the description of a sweep: it names no runs.")
+    entries = description.get("runs") if isinstance(description, dict) else None
+    if not (isinstance(entries, list) and entries and all(isinstance(e, dict) and e.get("name") for e in entries)):
+        raise ConfigError(
+            f"{os.path.join(path, 'sweep.json')}: not the description of a sweep: `runs` must be a list of runs with names."
+        )
     name = str(description.get("name") or os.path.basename(os.path.abspath(path)))
     study = Study(name, str(description.get("title") or name), str(description.get("question") or ""))
     rule = description.get("rule")
@@ -82,7 +85,7 @@ def _sweep(path: str) -> Study:
     if description.get("weight_decay"):
         study.facts.append(f"weight decay: {description['weight_decay']}")
     results = _results(os.path.join(path, "results.csv"))
-    for entry in description["runs"]:
+    for entry in entries:
         run = _sweep_run(path, entry, rule)
         _take_result(run, _result(os.path.join(path, "runs", run.name, "result.json")) or results.get(run.name) or {})
         study.runs.append(run)
@@ -104,16 +107,22 @@ def _sweep_run(path: str, entry: dict[str, Any], rule: Any) -> runs.Run:
     run.learning_rate = entry.get("learning_rate") or run.learning_rate
     run.seed = entry.get("seed") if entry.get("seed") is not None else run.seed
     values = entry.get("values") or {}
-    run.values = {axis: value for axis, value in values.items() if axis.lower() not in _SEEDS}
+    run.values = {axis: _short(value) for axis, value in values.items() if axis.lower() not in _SEEDS}
     chosen = run.values.pop("rule", rule)
     run.rule = chosen if isinstance(chosen, str) else None
     if "optimizer" in run.values:  # an axis of Gin files; its names tell more than the function's
-        run.optimizer = _short(run.values.pop("optimizer"))
+        run.optimizer = str(run.values.pop("optimizer"))
     return run
 
 
-def _short(value: Any) -> str:
-    return os.path.basename(str(value)).removesuffix(".gin")
+def _short(value: Any) -> Any:
+    """A Gin file by its bare name.
+
+    >>> _short("optimizers/adamw.gin"), _short(0.1)
+    ('adamw', 0.1)
+    """
+    is_file = isinstance(value, str) and value.endswith(".gin")
+    return os.path.basename(value).removesuffix(".gin") if is_file else value
 
 
 def _take_result(run: runs.Run, row: dict[str, Any]) -> None:

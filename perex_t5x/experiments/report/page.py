@@ -81,9 +81,13 @@ def _finding(finding: dict[str, Any], drawn: set[str]) -> str:
     table = finding.get("table")
     if isinstance(table, dict) and isinstance(table.get("rows"), list):
         head = "".join(f'<th scope="col">{escape(str(c))}</th>' for c in table.get("columns") or ())
-        rows = "".join("<tr>" + "".join(f"<td>{_shown(c)}</td>" for c in row) + "</tr>" for row in table["rows"])
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{_shown(c)}</td>" for c in row) + "</tr>"
+            for row in table["rows"]
+            if isinstance(row, list)
+        )
         lines.append(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>')
-    if finding.get("plot") in drawn:
+    if str(finding.get("plot")) in drawn:
         lines.append(f'<p><a href="#{escape(finding["plot"])}">the plot</a></p>')
     return f'<section class="finding">{"".join(lines)}</section>'
 

@@ -134,7 +134,7 @@ def still(plot: Plot, groups: Sequence[Mapping[str, str]], width: int = 460) -> 
     for encoding in encodings(spec):
         for channel, scale in scales.items():
             if encoding.get(channel, {}).get("field") == "key":
-                encoding[channel] |= {"scale": scale, "legend": legend if len(entries) <= _LONGEST_LEGEND else None}
+                encoding[channel] |= {"scale": scale, "legend": legend if 1 < len(entries) <= _LONGEST_LEGEND else None}
     unit = spec.get("spec", spec)
     unit["width"], unit["height"] = (width if unit is spec else width * 2 // 3), unit.get("height", HEIGHT)
     return spec
