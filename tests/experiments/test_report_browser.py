@@ -105,6 +105,16 @@ def test_legend_buttons_take_lines_away_and_bring_them_back(shown):
     assert lines(browser, "basins") == 3
 
 
+def test_all_and_none(shown):
+    browser = shown("rules")
+    for plot in ("curves", "collapse", "noise_scale"):
+        drawn = lines(browser, plot)
+        for expected in (0, drawn):
+            browser.js(f"document.querySelector('#{plot} .legend .all').click()")
+            settle(browser, plot)
+            assert lines(browser, plot) == expected
+
+
 def test_keys_do_what_clicks_do(shown):
     browser = shown("basins")
     browser.js("document.querySelector('#basins .legend button').focus()")
