@@ -11,8 +11,9 @@ points x after the warm-up, and sd with n − 1 in its denominator:
 seeds still moves by sd/√S, so the number is then about 1/√S (`perfect`).
 
 Few seeds: a batch size with one seed counts in `across_batch` and not in `across_seed`; if no batch size has two, there is
-no number (nan) and `across_batch`, in units of the loss, is all that can be said. With two or three seeds a sd is itself
-uncertain by about half of it, so numbers that differ by less than a factor of two say little.
+no number (nan) and `across_batch`, in units of the loss, is all that can be said. With two or three seeds the sd of one
+batch size is uncertain by half of it or more; as a rule of thumb, not a test, numbers that differ by less than a factor of
+two then say little.
 """
 
 from __future__ import annotations
