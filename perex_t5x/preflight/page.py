@@ -27,9 +27,9 @@ th, td { text-align: left; padding: 3px 18px 3px 0; border-bottom: 1px solid var
 td { font-variant-numeric: tabular-nums; } td.part { padding-left: 1.2rem; color: var(--dim); }
 .yes { color: var(--good); font-weight: 600; } .no { color: var(--bad); font-weight: 600; }
 .dim { color: var(--dim); } code { font-size: 13px; }
-svg { width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 13px; }
+svg { width: 100%; max-width: 860px; display: block; } svg text { fill: var(--ink); font-size: 13px; }
 svg .limit { stroke: var(--bad); stroke-width: 2; stroke-dasharray: 4 3; }
-.legend span { margin-right: 1.2rem; color: var(--dim); white-space: nowrap; }
+.legend { display: flex; flex-wrap: wrap; gap: 0 1.2rem; color: var(--dim); }
 .legend i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; }
 .legend i.limit { background: var(--bad); height: 3px; vertical-align: middle; }
 """

@@ -1,0 +1,36 @@
+"""Reports people look at: one HTML page for sweeps and runs, and figures for papers. See docs/reports.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from perex_t5x.experiments.report import basins, collapse_plot, dataset, drawing, folders, learning_curves, noise
+from perex_t5x.experiments.report import page as pages
+from perex_t5x.experiments.report import plot as plots
+
+
+def make(paths: Sequence[str], *, title: str | None = None, figures: str | None = None, command: str = "") -> str:
+    """The report of these folders as the text of an HTML page; figures go to a folder, if one is given.
+
+    Raises `ConfigError` for folders that are missing or hold no runs, all at once.
+    """
+    drawing.converter()  # before minutes of reading
+    studies = folders.load(paths)
+    data = dataset.gather(studies)
+    found = [
+        learning_curves.learning_curves(data),
+        basins.rate_loss_basins(data),
+        collapse_plot.collapse_plot(data),
+        noise.noise_scale(data),
+        noise.snr_histograms(data),
+    ]
+    if figures:
+        drawn = [plot for plot in found if isinstance(plot, plots.Plot)]
+        drawing.write_figures(figures, drawn, plots.group_fields(data))
+    return pages.page(title or _title(studies), data, found, command)
+
+
+def _title(studies: Sequence[folders.Study]) -> str:
+    if len(studies) == 1:
+        return studies[0].title
+    return ", ".join(study.name for study in studies[:4]) + (", ..." if len(studies) > 4 else "")

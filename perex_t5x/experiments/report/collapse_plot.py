@@ -1,0 +1,184 @@
+"""The collapse plot: batch sizes against examples seen, a panel for each scaling rule, and the collapse numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from perex_t5x.experiments import collapse
+from perex_t5x.experiments.report import colours, intervals
+from perex_t5x.experiments.report.basins import is_rate
+from perex_t5x.experiments.report.dataset import BATCH, RULE, Axis, Dataset, labelled, written
+from perex_t5x.experiments.report.learning_curves import curve_spec, longest_examples
+from perex_t5x.experiments.report.plot import Control, Json, LeftOut, Plot, coloured, in_panels
+from perex_t5x.experiments.report.runs import Run
+
+TITLE = "Collapse of batch sizes"
+_PANELS = 9
+
+
+@dataclasses.dataclass
+class Panel:
+    """Runs of several batch sizes that differ in nothing else but their seeds and what the rule scales."""
+
+    label: str
+    runs: list[Run]
+    found: collapse.Collapse
+    warmup: float
+
+    @property
+    def loss(self) -> float:
+        return float(np.mean([run.final_loss for run in self.runs if run.finished] or [math.inf]))
+
+
+def panels(data: Dataset) -> list[Panel]:
+    """One for each rule and combination of the other axes; of several base rates the best for each."""
+    axes = [axis for axis in data.axes if axis.name != BATCH and not is_rate(axis.name)]
+    parts: dict[tuple, dict[str, list[Run]]] = {}
+    for run in data.runs:
+        if run.batch_size and len(run.evaluation[0]):
+            same = parts.setdefault((run.rule, *(str(axis.of(run)) for axis in axes)), {})
+            same.setdefault(_base_rate(run), []).append(run)
+    best: dict[tuple, Panel] = {}
+    for key, by_rate in parts.items():
+        for base, runs in by_rate.items():
+            label = _label(runs[0], axes) + (f", {base}" if len(by_rate) > 1 else "")
+            panel = _panel(label, runs)
+            if panel and (key not in best or panel.loss < best[key].loss):
+                best[key] = panel
+    return list(best.values())
+
+
+def _base_rate(run: Run) -> str:
+    """The rate from which a rule scales, in words; without a rule there is none, and each batch size has its own."""
+    if not run.rule:
+        return ""
+    return ", ".join(written(name, value) for name, value in run.values.items() if is_rate(name))
+
+
+def _label(run: Run, axes: Sequence[Axis]) -> str:
+    return labelled([(RULE, run.rule or "no rule"), *((axis.name, axis.of(run)) for axis in axes if axis.name != RULE)])
+
+
+def _panel(label: str, runs: list[Run]) -> Panel | None:
+    # A plain sweep over rates and batch sizes has no rule: each batch size then stands with its best rate.
+    if not runs[0].rule:
+        runs = [run for run in runs if run.learning_rate == _best_rate(runs, run.batch_size)]
+        if len({run.learning_rate for run in runs}) > 1:
+            label = label.replace("no rule", "each at its best rate")
+    warmups = [run.warmup_steps * run.batch_size for run in runs if run.warmup_steps is not None]
+    warmup = float(max(warmups)) if warmups else 0.1 * longest_examples(runs)
+    curves = [collapse.Curve(run.batch_size, run.examples(run.evaluation[0]), run.evaluation[1]) for run in runs]
+    found = collapse.collapse(curves, warmup)
+    return Panel(label, runs, found, warmup) if found else None
+
+
+def _best_rate(runs: list[Run], batch: int | None) -> float | None:
+    losses: dict[float | None, list[float]] = {}
+    for run in runs:
+        if run.batch_size == batch and run.finished:
+            losses.setdefault(run.learning_rate, []).append(run.final_loss)
+    return min(losses, key=lambda rate: np.mean(losses[rate])) if losses else None
+
+
+def collapse_plot(data: Dataset) -> Plot | LeftOut:
+    found = panels(data)
+    if not found:
+        return LeftOut(TITLE, "it needs validation curves of two or more batch sizes that overlap after the warm-up")
+    found.sort(key=lambda p: (math.isnan(p.found.number), p.found.number, p.found.across_batch))
+    shown = found[:_PANELS]
+    longest = longest_examples([run for panel in shown for run in panel.runs])
+    rows = [row for panel in shown for row in _rows(panel, longest)]
+    sizes = sorted({run.batch_size for panel in shown for run in panel.runs})
+    legend = colours.ordered([f"batch {size}" for size in sizes])
+    columns = ("panel", "line", "x", "mean", "low", "high", "n", "centre", "share")
+    controls = [
+        Control(
+            "choice",
+            "show",
+            "show",
+            "loss",
+            (("loss", "loss"), ("difference", "difference from the mean of batch sizes")),
+        ),
+        Control("choice", "begin", "from", 0.1, ((0, "the start"), (0.1, "10 % of the run"), (0.5, "half of the run"))),
+        Control("log", "log", "logarithmic", False),
+    ]
+    if any(row[6] > 1 for row in rows):
+        controls.append(Control("flag", "band", "seed bands", True))
+    spec = curve_spec("examples seen", any(row[6] > 1 for row in rows))
+    spec["transform"] = [*coloured(), {"filter": "datum.share >= begin"}, *_differences()]
+    if len(shown) > 1 or len(data.studies) > 1:
+        spec = in_panels(spec, "panel", [_header(p) for p in shown])
+    warnings = _warnings(found)
+    if len(found) > _PANELS:
+        warnings.append(f"The {_PANELS} with the smallest numbers of {len(found)} are drawn.")
+    return Plot(
+        "collapse", TITLE, _sentence(found), spec, columns, rows, {"line": ("batch size", legend)}, controls, warnings
+    )
+
+
+def _differences() -> list[Json]:
+    """Losses, or how far they are from the mean over batch sizes: what the eye cannot see in a steep curve."""
+    asked = "show == 'difference' && isValid(datum.{0}) ? datum.{0} - datum.centre : datum.{0}"
+    return [{"calculate": asked.format(field), "as": field} for field in ("mean", "low", "high")]
+
+
+def _header(panel: Panel) -> str:
+    number = panel.found.number
+    return f"{panel.label}: {number:.2f}" if math.isfinite(number) else panel.label
+
+
+def _rows(panel: Panel, longest: float) -> list[tuple]:
+    curves: dict[int, list] = {}
+    for size in sorted({run.batch_size for run in panel.runs}):
+        runs = [run for run in panel.runs if run.batch_size == size]
+        runs = [run for run in runs if run.finished] or runs
+        found = intervals.mean_curve([r.evaluation for r in runs], 120)
+        curves[size] = [(step * size, m) for step, m in found if step > 0]
+    rows = []
+    for size, points in curves.items():
+        for examples, m in points:
+            centre = _centre(curves, examples)
+            rows.append((_header(panel), f"batch {size}", examples, *m, centre, examples / longest))
+    return rows
+
+
+def _centre(curves: dict[int, list], examples: float) -> float:
+    """The mean over the batch sizes whose curves are there after so many examples."""
+    reaching = [points for points in curves.values() if points and points[0][0] <= examples <= points[-1][0]]
+    return float(np.mean([np.interp(examples, [x for x, _ in p], [m.mean for _, m in p]) for p in reaching]))
+
+
+def _sentence(found: list[Panel]) -> str:
+    numbered = [p for p in found if math.isfinite(p.found.number)]
+    sizes = sorted({size for p in found for size in p.found.batch_sizes})
+    span = f"batch sizes {sizes[0]} to {sizes[-1]}"
+    if not numbered:
+        texts = [f"{p.label} {p.found.across_batch:.4f}" for p in found[:6]]
+        return (
+            f"With one seed there is no collapse number; the standard deviation of the loss across {span} is, on average: "
+            f"{'; '.join(texts)}."
+        )
+    texts = [f"{p.label} {p.found.number:.2f}" for p in numbered[:6]]
+    first = numbered[0]
+    text = f"Collapse number (1: {span} differ as much as seeds do): {'; '.join(texts)}."
+    if len(numbered) > 1:
+        text += f" The curves lie closest under {first.label}."
+        if first.found.seeds < 5 and numbered[1].found.number < 2 * first.found.number:
+            text += f" With {first.found.seeds} seeds, {numbered[1].label} is not clearly apart from it."
+    return text + f" Curves that differ by seeds only would give about {first.found.perfect:.2f}."
+
+
+def _warnings(found: list[Panel]) -> list[str]:
+    warnings = []
+    for p in found:
+        if p.found.left_out:
+            warnings.append(f"{p.label}: {p.found.left_out} curve(s) that failed or are too short do not count.")
+        if not all(run.warmup_steps is not None for run in p.runs):
+            warnings.append(f"{p.label}: the warm-up is not known; the first 10 % are taken for it.")
+    if any(p.found.seeds < 3 for p in found):
+        warnings.append("Some batch sizes have fewer than three seeds: the across-seed deviation is rough, or missing.")
+    return warnings
