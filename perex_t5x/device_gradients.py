@@ -81,6 +81,7 @@ def with_statistics(
         parameters=parameters,
         data_axes=axes,
         transport_dtype=trainer.transport_dtype,
+        kernels=trainer.kernels,
         shardings=places.automatic(),
         **options,
     )

@@ -88,6 +88,7 @@ class Trainer:
       statistics: `per_example.Statistic` objects for optimizers that need others than the built-in ones.
       monitor: measures the examples' gradients every so many steps; None: never.
       transport_dtype: 'bfloat16' halves what the sums over devices send; they are still added in float32. None: float32.
+      kernels: whether TPUs use Pallas kernels for the statistics; False: XLA's forms. Changes no number beyond rounding.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Trainer:
         statistics: Sequence[per_example.Statistic] = (),
         monitor: Monitor | None = None,
         transport_dtype: str | None = None,
+        kernels: bool = True,
     ):
         self.model = model
         self.partitioner = partitioner
@@ -115,7 +117,7 @@ class Trainer:
         self.clip_norm, self.non_finite = clip_norm, non_finite
         self.statistics = trainer_checks.as_statistics(statistics)
         self.monitor = monitor
-        self.transport_dtype = transport_dtype
+        self.transport_dtype, self.kernels = transport_dtype, kernels
         trainer_checks.check_arguments(self)
         self.optimizer = drive_learning_rate(model.optimizer_def)
 

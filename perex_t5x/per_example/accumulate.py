@@ -89,7 +89,7 @@ def _chunk(call: Call, inputs: Inputs, initial: Any) -> tuple[dict[str, Any], An
     units = inputs.indices_Mxb.shape[0]
     unit_weights = None if inputs.weights_Mxb is None else jnp.mean(inputs.weights_Mxb, axis=1)
     mesh = {"varying": call.varying, "devices": call.devices, "data_axes": options.data_axes}
-    mesh |= {"transport": options.transport, "places": call.places, "parts": call.parts}
+    mesh |= {"kernels": options.kernels, "transport": options.transport, "places": call.places, "parts": call.parts}
     norms, scales, first = None, None, None
     if options.passes == 2:
         reducer = Reducer((), units, None, None, True, **mesh)

@@ -35,6 +35,7 @@ class Options:
     data_axes: tuple[str, ...] = ()
     transport: Any = None
     shardings: Any = None
+    kernels: bool = True
 
     @property
     def passes(self) -> int:

@@ -10,11 +10,19 @@ import jax.numpy as jnp
 
 from perex_t5x.per_example.arguments import Selected
 from perex_t5x.per_example.grad_statistics import grad_statistics
+from perex_t5x.per_example.kernels.use import NOT_FOR_TPUS
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One parameter: its form (see `perex_t5x.per_example.forms`), and the bytes of gradients held while it is reduced."""
+    """One parameter.
+
+    Attributes:
+      form: see `perex_t5x.per_example.forms`.
+      transient_bytes: of gradients held while it is reduced.
+      note: why it is not a better form.
+      kernel: why TPUs have XLA's form and not the kernel; '' where they have the kernel, None where there is none.
+    """
 
     parameter: str
     shape: tuple[int, ...]
@@ -22,6 +30,15 @@ class Row:
     exact: bool
     transient_bytes: int
     note: str
+    kernel: str | None = None
+
+
+def kernel_cell(kernel: str | None) -> str:
+    """
+    >>> kernel_cell(""), kernel_cell("a sequence of 4"), kernel_cell(None)
+    ('yes', 'no: a sequence of 4', '-')
+    """
+    return "-" if kernel is None else f"no: {kernel}" if kernel else "yes"
 
 
 class Coverage(tuple):
@@ -38,12 +55,22 @@ class Coverage(tuple):
     norm_forms: dict[str, str]
 
     def __str__(self) -> str:
-        header = ("parameter", "shape", "form", "exact", "transient bytes", "note")
+        header = ("parameter", "shape", "form", "exact", "transient bytes", "kernel", "note")
         cells = [header] + [
-            (r.parameter, str(r.shape), r.form, "yes" if r.exact else "no", f"{r.transient_bytes:,}", r.note)
+            (
+                r.parameter,
+                str(r.shape),
+                r.form,
+                "yes" if r.exact else "no",
+                f"{r.transient_bytes:,}",
+                kernel_cell(r.kernel),
+                r.note,
+            )
             for r in self
         ]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+        if all(r.kernel in (None, NOT_FOR_TPUS) for r in self):  # nothing to say of kernels
+            cells = [(*row[:5], row[6]) for row in cells]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
         sizes = ", ".join(f"{size} on {name}" for name, size in self.microbatch_sizes.items() if name != "default")
         sizes = f"{sizes}, else {self.microbatch_sizes['default']}" if sizes else str(self.microbatch_sizes["default"])
@@ -67,7 +94,7 @@ def coverage(
     account = compute.account(*arguments)
     selected = Selected.make(arguments, compute.options.roles, compute.options.parameters)
     table = Coverage(
-        Row(name, jnp.shape(leaf), r.form, True, r.transient_bytes, r.note)
+        Row(name, jnp.shape(leaf), r.form, True, r.transient_bytes, r.note, r.kernel)
         for name, leaf, r in zip(selected.names, selected.leaves(arguments), account.forms, strict=True)
     )
     table.microbatch_sizes = account.microbatch_sizes

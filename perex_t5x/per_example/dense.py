@@ -135,10 +135,11 @@ def reduce_product(reducer: Reducer, product: Product, initial: Any, shift: jax.
         tiling = _tiling(product, dtype, tile_bytes)
         if tiling is not None and product.place is None:  # devices have tiles of their own
             forms[platform] = functools.partial(_by_tiles, reducer, product, *tiling)
-    if not use.why_not(reducer, product, shift):
+    why_not = use.why_not(reducer, product, shift)
+    if not why_not:
         forms["tpu"] = kernel
     sums, squares = jax.lax.platform_dependent(*arguments, **forms, default=whole) if forms else whole(*arguments)
-    return Reduced(sums, squares, "one at a time", math.prod(product.shape) * dtype.itemsize)
+    return Reduced(sums, squares, "one at a time", math.prod(product.shape) * dtype.itemsize, kernel=why_not)
 
 
 def _whole(

@@ -47,6 +47,7 @@ class Reduced:
       finish: from `raw` to one array per statistic, like the parameter.
       positions_N: with unit='token', the real positions of each example; None where the unit is the example.
       over: mesh axes over which the sums are of all devices' examples already.
+      kernel: why TPUs have XLA's form and not the kernel; '' where they have the kernel, None where there is none.
     """
 
     raw: Any
@@ -57,6 +58,7 @@ class Reduced:
     finish: Callable[[Any], list[jax.Array]] = list
     positions_N: jax.Array | None = None
     over: tuple[str, ...] = ()
+    kernel: str | None = None
 
     def then(self, fn: Callable[[jax.Array], jax.Array]) -> Reduced:
         """With `fn` applied to the finished sums."""
@@ -124,6 +126,7 @@ class Reducer:
       norms: whether Σ g_n² is wanted.
       unit: 'example' or 'token'.
       factor: of all sums, known beforehand: 1 / the number of all devices' examples makes them averages at no cost.
+      kernels: whether TPUs may use Pallas kernels.
       varying: mesh axes over which values are known to differ (inside `shard_map` with check_vma=True).
       devices: mesh axes over which devices have examples of their own: the loss may not communicate over them.
       data_axes: those of them over which statistics are wanted of all devices' examples.
@@ -139,6 +142,7 @@ class Reducer:
     norms: bool
     unit: str = "example"
     factor: float = 1.0
+    kernels: bool = True
     varying: frozenset[str] = frozenset()
     devices: frozenset[str] = frozenset()
     data_axes: tuple[str, ...] = ()

@@ -46,6 +46,7 @@ def grad_statistics(
     data_axes: str | Sequence[str] = (),
     transport_dtype: Any = None,
     shardings: Any = None,
+    kernels: bool = True,
 ) -> Compute:
     """Returns `compute(params, batch, ..., weights=None) -> (GradStatistics, PerExample)`.
 
@@ -82,6 +83,8 @@ def grad_statistics(
       shardings: a tree like the parameters, of `PartitionSpec` (inside `shard_map`, over its automatic axes) or
         `NamedSharding`: where the sums are computed and kept. With tensor parallelism that is where the parameters are;
         without it the compiler may let every device compute all of them. Changes no number beyond rounding.
+      kernels: on TPUs, Pallas kernels for the matrix products that they can take (`coverage` says which); False: XLA's form
+        of the same sums everywhere. Changes no number beyond rounding.
 
     >>> import jax.numpy as jnp
     >>> loss = lambda w, x: jnp.sum((x @ w) ** 2)
@@ -120,6 +123,7 @@ def grad_statistics(
         data_axes=(data_axes,) if isinstance(data_axes, str) else tuple(data_axes),
         transport=None if transport_dtype is None else _float_dtype(transport_dtype),
         shardings=shardings,
+        kernels=kernels,
     )
     if unit == "token":
         _check_token_options(options)

@@ -170,5 +170,5 @@ def sparse_plus_dense(reducer: Reducer, site: Site) -> Reduced | None:
         used = (rows.ids_NxT < rows.num_rows)[..., None]
         change = jnp.where(used, jnp.square(both_NxUxD) - jnp.square(o_NxUxD), 0.0)
         squares = jnp.maximum(squares + jnp.sum(change, axis=(1, 2)), 0.0)
-    result = Reduced(sums, squares, "sparse + dense", reduced.transient_bytes)
+    result = Reduced(sums, squares, "sparse + dense", reduced.transient_bytes, kernel=reduced.kernel)
     return result.then(dense.moved)

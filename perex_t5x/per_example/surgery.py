@@ -204,6 +204,7 @@ def _together(parts: Sequence[Reduced]) -> Reduced:
         max(p.transient_bytes for p in parts),
         next((p.note for p in parts if p.note), ""),
         over=parts[0].over,
+        kernel=next((p.kernel for p in parts if p.kernel), parts[0].kernel),
     )
 
 

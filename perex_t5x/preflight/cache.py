@@ -32,8 +32,10 @@ class Compiler:
 
     def report(self, trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> StepReport:
         """The report of a trainer's step; raises `DoesNotFitError` where it does not fit."""
-        mesh = trainer.partitioner.mesh
-        lowered = step.lower_step(trainer, batch_spec)
+        return self.report_of(step.lower_step(trainer, batch_spec), trainer.partitioner.mesh)
+
+    def report_of(self, lowered: Any, mesh: Mesh) -> StepReport:
+        """The report of a lowered program for the devices of a mesh; raises as `report` does."""
         path = self._folder / f"{_key(lowered.as_text(), mesh)}.json" if self._folder else None
         found = kept.read(path)
         if found is None:

@@ -40,22 +40,24 @@ def run(function: Callable[[Any], int | None], usage: str | None, argv: Sequence
     """Runs `function(flags)` as a command and ends with the status it returns; a user's slip is its message alone."""
     sys.modules["__main__"].__doc__ = usage
 
-    def main(_: Sequence[str]) -> None:
-        try:
-            status = function(flags.FLAGS)
-        except ConfigError as e:
-            _fail(e, cli.EXIT_CONFIG)
-        except TrainingError as e:
-            _fail(e, cli.EXIT_ERROR)
-        except KeyboardInterrupt:
-            sys.exit(cli.EXIT_INTERRUPTED)
-        sys.exit(status or 0)
-
     try:
         args = gin_utils.rewrite_gin_args(sys.argv if argv is None else argv)
     except ConfigError as e:
         _fail(e, cli.EXIT_CONFIG)
-    app.run(main, argv=args)
+    app.run(lambda _: guarded(function), argv=args)
+
+
+def guarded(function: Callable[[Any], int | None]) -> None:
+    """Ends with the status that `function(flags)` returns; a user's slip is its message alone."""
+    try:
+        status = function(flags.FLAGS)
+    except ConfigError as e:
+        _fail(e, cli.EXIT_CONFIG)
+    except TrainingError as e:
+        _fail(e, cli.EXIT_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(cli.EXIT_INTERRUPTED)
+    sys.exit(status or 0)
 
 
 def _fail(error: Exception, status: int) -> None:

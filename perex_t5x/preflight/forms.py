@@ -26,6 +26,7 @@ class ParameterForm:
       norm_form: its form in the pass for the norms, where clipping or skipping needs one; else ''.
       transient_bytes: held at a time, on one device.
       note: why it is not a better form.
+      kernel: why it is not by the kernel; '' where it is, None where there is none.
     """
 
     parameter: str
@@ -34,6 +35,7 @@ class ParameterForm:
     norm_form: str
     transient_bytes: int
     note: str
+    kernel: str | None = None
 
 
 def forms_of_step(trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[ParameterForm, ...]:
@@ -61,6 +63,6 @@ def _rows(params: Any, account: Any) -> tuple[ParameterForm, ...]:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     norm_forms = [r.form for r in account.norm_forms] if account.norm_forms else [""] * len(leaves)
     return tuple(
-        ParameterForm(path_name(path), tuple(leaf.shape), r.form, norm_form, int(r.transient_bytes), r.note)
+        ParameterForm(path_name(path), tuple(leaf.shape), r.form, norm_form, int(r.transient_bytes), r.note, r.kernel)
         for (path, leaf), r, norm_form in zip(leaves, account.forms, norm_forms, strict=True)
     )

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from perex_t5x.per_example.coverage import kernel_cell
 from perex_t5x.preflight import table
 from perex_t5x.preflight.account import Account
 from perex_t5x.preflight.forms import ParameterForm
@@ -14,7 +15,7 @@ from perex_t5x.preflight.table import format_bytes
 
 Line = tuple[str, list[str]]
 NONE = "-"
-FORMS_HEADER = ("parameter", "shape on a device", "form", "bytes held", "note")
+FORMS_HEADER = ("parameter", "shape on a device", "form", "bytes held", "kernel", "note")
 
 
 def lines(accounts: Sequence[Account]) -> list[Line]:
@@ -105,7 +106,14 @@ def form_rows(forms: Iterable[ParameterForm]) -> list[tuple[str, ...]]:
     for f in forms:
         name = re.sub(r"(layers)_\d+", r"\1_*", f.parameter)
         form = f"{f.form}; for the norms {f.norm_form}" if f.norm_form else f.form
-        row = (name, " x ".join(map(str, f.shape)), form, format_bytes(f.transient_bytes), f.note)
+        row = (
+            name,
+            " x ".join(map(str, f.shape)),
+            form,
+            format_bytes(f.transient_bytes),
+            kernel_cell(f.kernel),
+            f.note,
+        )
         groups[row] = groups.get(row, 0) + 1
     return [(f"{row[0]} ({n} layers)" if n > 1 else row[0], *row[1:]) for row, n in groups.items()]
 

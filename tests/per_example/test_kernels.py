@@ -23,8 +23,8 @@ VMEM = 2**26
 
 
 @pytest.fixture(autouse=True)
-def enabled(monkeypatch):
-    monkeypatch.setattr(use, "ENABLED", True)
+def compiled_for_tpus(monkeypatch):
+    monkeypatch.setattr(use, "for_tpu", lambda: True)
 
 
 # Of the kernel alone: N, T, I, J, and a tile.
@@ -178,12 +178,11 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_engine_with_kernel_is_engine_without(name, interpreted, monkeypatch):
+def test_engine_with_kernel_is_engine_without(name, interpreted):
     mesh = mesh_of(jax.devices())
     got, norms = jax.jit(on_mesh(mesh, **OPTIONS[name]))(params(), batch(), WEIGHTS)
     used = len(interpreted)
-    monkeypatch.setattr(use, "ENABLED", False)
-    want, want_norms = jax.jit(on_mesh(mesh, **OPTIONS[name]))(params(), batch(), WEIGHTS)
+    want, want_norms = jax.jit(on_mesh(mesh, kernels=False, **OPTIONS[name]))(params(), batch(), WEIGHTS)
     assert used >= 2 and len(interpreted) == used
     assert_close(got, want)
     if want_norms is not None:
@@ -197,8 +196,7 @@ def test_engine_with_kernel_under_tensor_parallelism(shape, interpreted, monkeyp
     options = {"norms": True, "shardings": PLACES}
     got, norms = jax.jit(on_mesh(mesh, **options))(params(), batch(), WEIGHTS)
     assert {s[2] for s, _ in interpreted} | {r[2] for _, r in interpreted} == {160, 240, 256 // shape[1]}
-    monkeypatch.setattr(use, "ENABLED", False)
-    want, want_norms = jax.jit(on_mesh(mesh, **options))(params(), batch(), WEIGHTS)
+    want, want_norms = jax.jit(on_mesh(mesh, kernels=False, **options))(params(), batch(), WEIGHTS)
     assert_close(got, want)
     np.testing.assert_allclose(norms, want_norms, rtol=1e-4)
 
@@ -271,9 +269,34 @@ def test_outside_of_a_mesh_devices_are_not_known(monkeypatch):
     assert "no shard_map" in reasons(monkeypatch, lambda: compute(params(), batch())[0].averages)
 
 
-def test_turned_off(monkeypatch):
-    monkeypatch.setattr(use, "ENABLED", False)
+def test_not_for_cpus(monkeypatch):
+    monkeypatch.undo()
     run = on_mesh(mesh_of(jax.devices()))
+    assert "pallas_call" not in str(jax.make_jaxpr(run)(params(), batch(), WEIGHTS))
+    assert "not compiled for TPUs" in reasons(monkeypatch, lambda: run(params(), batch(), WEIGHTS))
+
+
+def test_coverage_says_which_parameters_have_a_kernel():
+    fn = lambda p, x: jnp.sum(jnp.tanh(jnp.tanh(x @ p["w"]) @ p["narrow"]) + p["bias"][None, None])  # noqa: E731
+    shapes = {"w": (160, 256), "narrow": (256, 10), "bias": (10,)}
+    rows = {}
+
+    def on_device(p, x):
+        found = per_example.coverage(fn, p, x, data_axes=("data",))
+        rows.update((row.parameter, row.kernel) for row in found)
+        assert "no: a gradient as small as 256 x 10" in str(found)
+        return 0.0
+
+    p = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    run = jax.shard_map(
+        on_device, mesh=mesh_of(jax.devices()), in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+    )
+    jax.eval_shape(run, p, jax.ShapeDtypeStruct((8, 24, 160), jnp.float32))
+    assert rows == {"w": "", "narrow": "a gradient as small as 256 x 10", "bias": None}
+
+
+def test_turned_off(monkeypatch):
+    run = on_mesh(mesh_of(jax.devices()), kernels=False)
     assert "turned off" in reasons(monkeypatch, lambda: run(params(), batch(), WEIGHTS))
 
 
@@ -320,6 +343,7 @@ def test_tiles_fit_and_cover(kind):
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_compiles_for_tpus(topology, monkeypatch):
     """On a machine whose default backend is the CPU; the tile is that of the chip."""
+    monkeypatch.undo()  # it is seen from the mesh alone that these are TPUs
     mesh = mesh_of(tpu_devices(topology))
     kinds = set()
     kind = tiles.device_kind

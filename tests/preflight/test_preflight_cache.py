@@ -25,7 +25,7 @@ def compiled(monkeypatch):
     """In the compiler's place: counts what it is asked for."""
     calls = []
     monkeypatch.setattr(step, "compile_lowered", calls.append)
-    monkeypatch.setattr(step, "report", lambda compiled, mesh: REPORT)
+    monkeypatch.setattr(step, "report", lambda compiled, mesh, folder: REPORT)
     return calls
 
 

@@ -20,9 +20,7 @@ from perex_t5x.per_example.kernels.products import sums_of_products
 if TYPE_CHECKING:
     from perex_t5x.per_example.dense import Product
 
-# Read when a program is traced. Off: preflight does not count the kernels' cycles yet, and whole steps were not measured.
-ENABLED = False
-
+NOT_FOR_TPUS = "not compiled for TPUs"
 _SHORTEST = 16  # of a shorter sequence the products are no work, and XLA's form is as good
 _SMALLEST = 0.5  # of the tiles' area must be the gradient's, for the same reason
 
@@ -36,11 +34,19 @@ _ELEMENTWISE = {
 
 def why_not(reducer: Reducer, product: Product, shift: Any) -> str:
     """Why the kernel cannot take this product; empty where it can."""
-    if not ENABLED:
+    if not reducer.kernels:
         return "kernels are turned off"
+    if not for_tpu():
+        return NOT_FOR_TPUS
     if shift is not None:
         return "statistics of shifted gradients"
     return _operands(product) or _place(product) or _size(reducer, product) or _functions(reducer, product)
+
+
+def for_tpu() -> bool:
+    """Whether TPUs are compiled for: those of the mesh around, be they there or not, else JAX's default device."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (jax.default_backend() if device is None else device.platform) == "tpu"
 
 
 def reduce(
@@ -122,8 +128,8 @@ def _place(product: Product) -> str:
     """A kernel is a program for one device: all mesh axes must be manual, or be made so."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        is_one = jax.device_count() == 1 and jax.default_backend() == "tpu"
-        return "" if is_one and product.place is None else "no shard_map around that would say where the operands lie"
+        is_one = jax.device_count() == 1 and product.place is None
+        return "" if is_one else "no shard_map around that would say where the operands lie"
     rest = _automatic_axes()
     if any(t == AxisType.Explicit for t in mesh.axis_types):
         return "a mesh with explicit axes"

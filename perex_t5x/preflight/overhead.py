@@ -1,0 +1,266 @@
+"""What mean and mean square cost beside the plain gradient, five ways, for shipped models and chips: a table of the docs.
+
+    python -m perex_t5x.preflight.overhead                                       # everything; hours
+    python -m perex_t5x.preflight.overhead --models=150m --chips=v5e --out=-     # some of it, to the terminal
+
+Gradients alone are compiled, without an optimizer, for 4 chips with 8 examples each. Every chip has all parameters; where
+the plain gradient then does not fit, they are sharded (FSDP), and only the ways that can have it so are compiled. What was
+compiled once is kept, as by `python -m perex_t5x.preflight`.
+
+| way | |
+|---|---|
+| plain | the gradient of the batch loss |
+| vmap | `jax.vmap` of the gradient, then the sums |
+| micro_grad | `optax.microbatching.micro_grad`, one example at a time |
+| surgery | `per_example.grad_statistics(..., kernels=False)` |
+| surgery + kernels | `per_example.grad_statistics` |
+
+Plain and surgery are compiled for all of a chip's examples at once and for one at a time; what takes fewer cycles counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+
+from perex_t5x import console
+from perex_t5x.errors import ConfigError
+from perex_t5x.preflight import topology
+
+PLAIN, VMAP, MICRO_GRAD, SURGERY, KERNELS = "plain", "vmap", "micro_grad", "surgery", "surgery + kernels"
+WAYS = (PLAIN, VMAP, MICRO_GRAD, SURGERY, KERNELS)
+STATISTICS = ("mean", "mean_square")
+EXAMPLES_A_CHIP = 8
+OUT = "docs/overhead.md"
+
+# Gin files and bindings; the encoder-decoder is scanned here, so that it compiles in minutes.
+MODELS = {
+    "150m": (["models/150m.gin"], ["TASK_FEATURE_LENGTHS = {'targets': 1024}"]),
+    "1_2b": (["models/1_2b.gin"], ["TASK_FEATURE_LENGTHS = {'targets': 1024}"]),
+    "t5_1_1_base": (
+        ["models/t5_1_1_base.gin"],
+        [
+            "TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 114}",
+            "models.T5Config.scan_layers = True",
+            "models.T5Config.remat_policy = 'minimal'",
+        ],
+    ),
+}
+CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One program. Ratios are to the plain one on the same mesh; None where it does not fit."""
+
+    model: str
+    chip: str
+    mesh: str
+    way: str
+    temp_bytes: int | None
+    cycles: int | None
+    temp_ratio: float | None
+    cycles_ratio: float | None
+    unestimated: int
+    one_at_a_time: bool = False
+
+
+def rows(models: Sequence[str], chips: Sequence[str], compiler: Any, working: Any) -> Iterator[Row]:
+    """Compiles the programs of each model for each chip."""
+    for model in models:
+        for chip in chips:
+            for mesh, ways in (("dp", WAYS), ("fsdp", (PLAIN, SURGERY, KERNELS))):
+                found = list(_rows_on(model, chip, mesh, ways, compiler, working))
+                yield from found
+                if found[0].cycles is not None:
+                    break
+
+
+def _rows_on(model: str, chip: str, mesh: str, ways: Sequence[str], compiler: Any, working: Any) -> Iterator[Row]:
+    from perex_t5x.preflight import step
+
+    files, bindings = MODELS[model]
+    devices = topology.tpu_devices(CHIPS[chip])
+    files = [*files, "runs/pretrain.gin", f"meshes/{mesh}.gin"]
+    trainer, spec = step.build(files, [*bindings, f"BATCH_SIZE = {EXAMPLES_A_CHIP * len(devices)}"], devices)
+    plain = None
+    for way in ways:
+        reports = {}
+        for one_at_a_time, program in _programs(way, trainer).items():
+            with working(f"{model}, {chip}, {mesh}: {way}{', one at a time' if one_at_a_time else ''}"):
+                try:
+                    lowered = _lowered(trainer, spec, program)
+                    reports[one_at_a_time] = compiler.report_of(lowered, trainer.partitioner.mesh)
+                except step.DoesNotFitError:
+                    continue
+        best = min(reports, key=lambda size: reports[size].cycles, default=False)
+        plain = reports.get(best) if way == PLAIN else plain
+        yield dataclasses.replace(_row(model, chip, mesh, way, reports.get(best), plain), one_at_a_time=best)
+        if plain is None:
+            return
+
+
+def _row(model: str, chip: str, mesh: str, way: str, report: Any, plain: Any) -> Row:
+    if report is None:
+        return Row(model, chip, mesh, way, None, None, None, None, 0)
+    ratios = report.temp_bytes / plain.temp_bytes, report.cycles / plain.cycles
+    return Row(model, chip, mesh, way, report.temp_bytes, report.cycles, *ratios, len(report.unestimated))
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def _lowered(trainer: Any, spec: Any, program: Callable[..., Any]) -> Any:
+    """The gradients of a program, lowered for the trainer's mesh."""
+    shapes, shardings, _ = trainer.abstract_state({name: s.shape for name, s in spec.items()})
+    rows = {name: trainer.partitioner.data_sharding for name in spec}
+    jitted = jax.jit(lambda state, batch: program(state, batch), in_shardings=(shardings, rows))
+    with trainer.partitioner.constraints():
+        return jitted.lower(shapes, dict(spec))
+
+
+def _programs(way: str, trainer: Any) -> dict[bool, Callable[..., Any]]:
+    """One example at a time or not -> a function from (state, batch) to the mean, or (mean, mean square)."""
+    from perex_t5x import device_gradients
+
+    def plain(one_at_a_time: bool, state: Any, batch: Any) -> Any:
+        trainer.num_microbatches = EXAMPLES_A_CHIP if one_at_a_time else 1
+        return device_gradients.plain(trainer, state, batch).mean
+
+    def statistics(one_at_a_time: bool, state: Any, batch: Any, kernels: bool = True, **options: Any) -> Any:
+        trainer.kernels, trainer.num_microbatches = kernels, EXAMPLES_A_CHIP if one_at_a_time else 1
+        found = device_gradients.with_statistics(trainer, state, batch, STATISTICS, **options).statistics
+        return found.mean, found.mean_square
+
+    if way == MICRO_GRAD:
+        return {True: functools.partial(_micro_grad, trainer)}
+    if way == VMAP:
+        return {False: functools.partial(statistics, False, method="vmap")}
+    if way == PLAIN:
+        return {size: functools.partial(plain, size) for size in (False, True)}
+    return {size: functools.partial(statistics, size, kernels=way == KERNELS) for size in (False, True)}
+
+
+def _micro_grad(trainer: Any, state: Any, batch: Any) -> Any:
+    """Replicated parameters: each device its own examples by optax, then their mean over the devices."""
+    from jax.sharding import PartitionSpec
+    from optax import microbatching
+
+    from perex_t5x.device_gradients import example_keys
+
+    partitioner = trainer.partitioner
+
+    def loss(params: Any, rows: Any) -> Any:
+        batch, keys, normalizer = rows
+        with partitioner.manual():
+            return trainer.model.loss_fn(params, batch, keys, normalizer[0])[0]
+
+    gradient = microbatching.micro_grad(
+        loss,
+        microbatch_size=1,
+        accumulator=microbatching.AccumulationType.MEAN,
+        transform_fn=lambda g: (g, jax.tree.map(jnp.square, g)),
+    )
+
+    def on_device(params: Any, batch: Any, keys: Any, normalizer: Any) -> Any:
+        each = jnp.broadcast_to(normalizer, (keys.shape[0],))
+        return jax.lax.pmean(gradient(params, (batch, keys, each)), partitioner.batch_axes)
+
+    split, whole = PartitionSpec(partitioner.batch_axes), PartitionSpec()
+    run = jax.shard_map(
+        on_device,
+        mesh=partitioner.mesh,
+        in_specs=(whole, split, split, whole),
+        out_specs=whole,
+        axis_names=set(partitioner.batch_axes),
+        check_vma=False,
+    )
+    examples = next(iter(batch.values())).shape[0]
+    keys = example_keys(state.rng, state.step, examples)
+    return run(state.params, dict(batch), keys, trainer.model.loss_normalizer(batch) / examples)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+_HEADER = """# The cost of mean and mean square
+
+Made by `python -m perex_t5x.preflight.overhead`, whose help says what is compiled. Cycles and temporary memory (HBM) are multiples of
+the plain gradient's, each at its better of two microbatch sizes: all 8 examples of a chip at once, or one at a time (marked ¹).
+How cycles are counted, and what is not: [preflight.md](preflight.md). *dp*: every chip has all parameters. *fsdp*: they are
+sharded. A dash: does not fit on the chip; an empty cell: not possible, or not compiled.
+"""
+
+
+def as_markdown(found: Sequence[Row]) -> str:
+    """The page."""
+    lines = ["| model | chip | mesh | | " + " | ".join(WAYS) + " |", "|---|---|---|---|" + "---|" * len(WAYS)]
+    keys = dict.fromkeys((r.model, r.chip, r.mesh) for r in found)
+    for key in keys:
+        mine = {r.way: r for r in found if (r.model, r.chip, r.mesh) == key}
+        if mine[PLAIN].cycles is None:
+            continue
+        for what, cell in (("cycles", _cycles_cell), ("temporaries", _temp_cell)):
+            cells = [cell(mine[way]) if way in mine else "" for way in WAYS]
+            lines.append("| " + " | ".join((*key, what, *cells)) + " |")
+    return _HEADER + "\n" + "\n".join(lines) + "\n"
+
+
+def _cycles_cell(row: Row) -> str:
+    if row.cycles is None:
+        return "-"
+    mark = "¹" if row.one_at_a_time else ""
+    return (f"{row.cycles / 1e6:.1f} M" if row.way == PLAIN else f"{row.cycles_ratio:.2f}") + mark
+
+
+def _temp_cell(row: Row) -> str:
+    if row.temp_bytes is None:
+        return "-"
+    return f"{row.temp_bytes / 1e9:.2f} GB" if row.way == PLAIN else f"{row.temp_ratio:.2f}"
+
+
+def _chosen(flag: str, names: Sequence[str], known: Sequence[str]) -> list[str]:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"--{flag}: unknown {', '.join(unknown)}. Known are {', '.join(known)}.")
+    return list(names or known)
+
+
+def _main(args: Any) -> None:
+    models, chips = _chosen("models", args.models, list(MODELS)), _chosen("chips", args.chips, list(CHIPS))
+    console.set_up()
+    topology.use_cpu_backend()
+    console.import_tensorflow_quietly()
+    from perex_t5x.preflight import cache, kept, working
+
+    found: list[Row] = []
+    for row in rows(models, chips, cache.Compiler(kept.default_folder()), working.Working()):
+        found.append(row)
+        ratio = (
+            "does not fit" if row.cycles is None else f"cycles {row.cycles_ratio:.3f}, temporaries {row.temp_ratio:.3f}"
+        )
+        print(f"{row.model} {row.chip} {row.mesh} {row.way}: {ratio}", file=sys.stderr, flush=True)
+        if args.out != "-":  # after each: hours may be lost otherwise
+            Path(args.out).write_text(as_markdown(found), encoding="utf-8")
+    if args.out == "-":
+        print(as_markdown(found))
+
+
+def main() -> None:
+    from perex_t5x.preflight import command
+
+    flags.DEFINE_list("models", [], f"Some of {', '.join(MODELS)}; all by default.")
+    flags.DEFINE_list("chips", [], f"Some of {', '.join(CHIPS)}; all by default.")
+    flags.DEFINE_string("out", OUT, "File to write; '-': the terminal.")
+    app.run(lambda _: command.guarded(_main), sys.argv)
+
+
+if __name__ == "__main__":
+    main()
