@@ -15,7 +15,8 @@ compiled once is kept, as by `python -m perex_t5x.preflight`.
 | surgery | `per_example.grad_statistics(..., kernels=False)` |
 | surgery + kernels | `per_example.grad_statistics` |
 
-Plain and surgery are compiled for all of a chip's examples at once and for one at a time; what takes fewer cycles counts.
+The plain gradient is compiled for all of a chip's examples at once and for one at a time; what takes fewer cycles counts.
+Where that is one at a time, surgery has the same choice.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ def _rows_on(model: str, chip: str, mesh: str, ways: Sequence[str], compiler: An
     devices = topology.tpu_devices(CHIPS[chip])
     files = [*files, "runs/pretrain.gin", f"meshes/{mesh}.gin"]
     trainer, spec = step.build(files, [*bindings, f"BATCH_SIZE = {EXAMPLES_A_CHIP * len(devices)}"], devices)
-    plain = None
+    plain, sizes = None, (False, True)
     for way in ways:
         reports = {}
-        for one_at_a_time, program in _programs(way, trainer).items():
+        for one_at_a_time, program in _programs(way, trainer, sizes).items():
             with working(f"{model}, {chip}, {mesh}: {way}{', one at a time' if one_at_a_time else ''}"):
                 try:
                     lowered = _lowered(trainer, spec, program)
@@ -102,7 +103,8 @@ def _rows_on(model: str, chip: str, mesh: str, ways: Sequence[str], compiler: An
                 except step.DoesNotFitError:
                     continue
         best = min(reports, key=lambda size: reports[size].cycles, default=False)
-        plain = reports.get(best) if way == PLAIN else plain
+        if way == PLAIN:
+            plain, sizes = reports.get(best), (False, True) if best else (False,)
         yield dataclasses.replace(_row(model, chip, mesh, way, reports.get(best), plain), one_at_a_time=best)
         if plain is None:
             return
@@ -127,7 +129,7 @@ def _lowered(trainer: Any, spec: Any, program: Callable[..., Any]) -> Any:
         return jitted.lower(shapes, dict(spec))
 
 
-def _programs(way: str, trainer: Any) -> dict[bool, Callable[..., Any]]:
+def _programs(way: str, trainer: Any, sizes: Sequence[bool]) -> dict[bool, Callable[..., Any]]:
     """One example at a time or not -> a function from (state, batch) to the mean, or (mean, mean square)."""
     from perex_t5x import device_gradients
 
@@ -145,8 +147,8 @@ def _programs(way: str, trainer: Any) -> dict[bool, Callable[..., Any]]:
     if way == VMAP:
         return {False: functools.partial(statistics, False, method="vmap")}
     if way == PLAIN:
-        return {size: functools.partial(plain, size) for size in (False, True)}
-    return {size: functools.partial(statistics, size, kernels=way == KERNELS) for size in (False, True)}
+        return {size: functools.partial(plain, size) for size in sizes}
+    return {size: functools.partial(statistics, size, kernels=way == KERNELS) for size in sizes}
 
 
 def _micro_grad(trainer: Any, state: Any, batch: Any) -> Any:
@@ -192,10 +194,10 @@ def _micro_grad(trainer: Any, state: Any, batch: Any) -> Any:
 
 _HEADER = """# The cost of mean and mean square
 
-Made by `python -m perex_t5x.preflight.overhead`, whose help says what is compiled. Cycles and temporary memory (HBM) are multiples of
-the plain gradient's, each at its better of two microbatch sizes: all 8 examples of a chip at once, or one at a time (marked ¹).
-How cycles are counted, and what is not: [preflight.md](preflight.md). *dp*: every chip has all parameters. *fsdp*: they are
-sharded. A dash: does not fit on the chip; an empty cell: not possible, or not compiled.
+Made by `python -m perex_t5x.preflight.overhead`, whose help says what is compiled. Cycles and temporary memory (HBM) are
+multiples of the plain gradient's, each at the better of two microbatch sizes: all 8 examples of a chip at once, or one at a
+time (marked ¹). How cycles are counted, and what is not: [preflight.md](preflight.md). *dp*: every chip has all parameters.
+*fsdp*: they are sharded. A dash: does not fit on the chip; an empty cell: not possible, or not compiled.
 """
 
 

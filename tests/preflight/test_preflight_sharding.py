@@ -78,12 +78,16 @@ def test_fsdp_gathers_and_scatters_by_layer():
     gathered = [c for c in in_layers if c.kind == "all-gather"]
     assert sum(c.executions for c in gathered) == 2 * KERNELS * LAYERS * MICROBATCHES
     assert sum(c.bytes_per_step for c in gathered) == 2 * MICROBATCHES * LAYERS * layer // 2
-    # Its statistics go out once, and each device keeps its part: never an all-reduce of what can be scattered.
-    assert {c.kind for c in in_layers} == {"all-gather", "reduce-scatter"}
-    scattered = sum(c.bytes_per_step for c in in_layers if c.kind == "reduce-scatter")
-    stages = 1 + 1 / 4  # along the first dimension of 4 x 4, then a quarter of it along the second
-    assert scattered == STATISTICS * MICROBATCHES * LAYERS * layer * stages
-    assert not large(report, kind="all-reduce")
+    # Its statistics go out once, and each device keeps its part: along the first dimension of 4 x 4 always by a
+    # reduce-scatter; of the quarter that is left the compiler may make one all-reduce for several kernels.
+    assert {c.kind for c in in_layers} <= {"all-gather", "reduce-scatter", "all-reduce"}
+    statistics = STATISTICS * MICROBATCHES * LAYERS * layer
+    summed = {
+        kind: sum(c.bytes_per_step for c in in_layers if c.kind == kind) for kind in ("reduce-scatter", "all-reduce")
+    }
+    assert summed["reduce-scatter"] >= statistics and summed["all-reduce"] <= 1.01 * statistics / 4
+    assert sum(summed.values()) == pytest.approx(statistics * (1 + 1 / 4), rel=0.01)
+    assert not large(report, kind="all-reduce", loops=())
 
 
 def test_fsdp_holds_the_statistics_of_one_layer():
