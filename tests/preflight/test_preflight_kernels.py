@@ -1,0 +1,157 @@
+"""Cycles of Pallas kernels: read from schedules of known content, and of kernels that the TPU compiler has scheduled."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from preflight_support import compile_on_one_chip, needs_libtpu
+
+from perex_t5x.per_example.kernels import products, tiles
+from perex_t5x.preflight import bundles, kernel_cycles, step, topology
+from perex_t5x.preflight.chips import chip
+from perex_t5x.preflight.hlo import Program
+from perex_t5x.preflight.kernel_text import Kernel, is_kernel, kernel_of
+from tests import tiny
+
+# --- a schedule in the compiler's notation ----------------------------------------------------------------------------
+
+
+def schedule(parts=(100, 40), inner=200, turns=3, steps=8):
+    """A grid of `steps` around: conditional parts of these lengths, and a loop of `turns` over `inner` bundles."""
+    lines = ["= control target key start", "LB: loop body", "= control target key end", ""]
+    at = 0
+
+    def bundle(text="", comment="", label="  ", depth=1):
+        nonlocal at
+        lines.append(f"{hex(at):>6} {label}: {'>' * depth} {{ {text} }}{f' /* {comment} */' if comment else ''}")
+        at += 1
+
+    window = "The window shape is bf16[1,16,128], while the full shape is bf16[4,32,128]."
+    bundle(f"%s1 = hbm /* input window allocation. {window} */", depth=0)
+    bundle(comment="Start region 1", label="LB")
+    bundle("sbr.rel (%p1) target = $region9")
+    for _ in range(4):
+        bundle()
+    for k, length in enumerate(parts):
+        bundle(f"sbr.rel (!%p2_{k}) target = $region2{k}")
+        for _ in range(4 + length):
+            bundle()
+        bundle(comment=f"Start/End empty region 2{k}", label="PF")
+    bundle(f"%p3 = scmp.ge.s32.totalorder %s3, {turns} /* loop exit test */", "Start region 3", "LB", 2)
+    for _ in range(inner - 6):
+        bundle(depth=2)
+    bundle("sbr.rel (!%p3) target = $region3", depth=2)
+    for _ in range(4):
+        bundle(depth=2)
+    bundle(f"%p4 = scmp.ge.s32.totalorder %s4, {steps + 2} /* loop exit test */", "Start/End empty region 9")
+    bundle("sbr.rel (!%p4) target = $region1", depth=0)
+    for _ in range(4):
+        bundle()
+    return "\n".join(lines)
+
+
+def test_bundles_count_as_often_as_they_run():
+    found = bundles.parse(schedule())
+    assert [turns for _, _, turns in found.loops] == [10, 3]
+    assert len(found.parts) == 1 and found.parts[0][1] - found.parts[0][0] + 1 == 100  # 40 are not worth a question
+    assert bundles.chunks_of(found) == (4, 2)
+    around = 1 + 10 * (6 + 6)  # the first bundle; each turn of the grid's loop, also those in which the body rests
+    body = 8 * (6 + 100 + 6 + 40 + 3 * 200 - 1)
+    assert abs(found.cycles() - around - body) <= 2 * 10
+    assert found.cycles() - found.cycles([0.25]) == 8 * 100 * 0.75
+
+
+def test_a_schedule_without_loops():
+    text = "\n".join(f"{hex(i):>6}   :  {{ nop }}" for i in range(17))
+    assert bundles.parse(text).cycles() == 17
+
+
+# --- kernels of compiled programs -------------------------------------------------------------------------------------
+
+
+def plain_sum(kind):
+    """Σ_n S_nᵀ R_n by the kernel."""
+
+    def run(s, r):
+        tile = tiles.choose(s.shape[2], r.shape[2], s.shape[1], 2, 1, False, kind)
+        add = lambda sums, g, weight, scale: [sums[0] + g]  # noqa: E731
+        return products.sums_of_products(
+            s, r, None, None, None, finish=lambda g: g, add=add, num_sums=1, norms=False, tile=tile
+        )[0]
+
+    return run
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v5e", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v5p", "v6e"))])
+def test_a_product_written_both_ways(name, tmp_path):
+    """docs/preflight.md states the factor."""
+    topology_name = {"v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1"}[name]
+    shapes = (8, 1024, 1024), (8, 1024, 2048)
+    by_xla = compile_on_one_chip(lambda s, r: jnp.einsum("nti,ntj->ij", s, r), *shapes, topology=topology_name)
+    by_kernel = compile_on_one_chip(plain_sum(chip(name).device_kind), *shapes, topology=topology_name)
+    program = Program(by_kernel.as_text())
+    counted = kernel_cycles.kernel_cycles(program, chip(name), tmp_path)
+    assert list(counted) == [e.instruction.name for e in program.unestimated()] and len(counted) == 1
+    ratio = program.cycles(counted) / Program(by_xla.as_text()).cycles()
+    assert 0.8 < ratio < 1.25, ratio
+    assert len(list(tmp_path.iterdir())) == 1
+    apart = pytest.MonkeyPatch()
+    with apart.context() as patch:
+        patch.setattr(kernel_cycles, "_compile_apart", None)  # not needed again
+        assert kernel_cycles.kernel_cycles(program, chip(name), tmp_path) == counted
+
+
+@needs_libtpu
+def test_a_kernel_is_read_from_the_program(monkeypatch):
+    def double(x_ref, y_ref):
+        y_ref[...] = x_ref[...] * 2
+
+    def run(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        cost = pl.CostEstimate(flops=7, bytes_accessed=11, transcendentals=0)
+        return pl.pallas_call(double, out_shape=shape, input_output_aliases={0: 0}, name="twice", cost_estimate=cost)(x)
+
+    program = Program(compile_on_one_chip(run, (16, 256)).as_text())
+    (instruction,) = [e.instruction for e in program.executed() if is_kernel(e.instruction)]
+    kernel = kernel_of(instruction)
+    assert (kernel.name, kernel.operands, kernel.results) == ("twice", (("bf16", (16, 256)),), (("bf16", (16, 256)),))
+    assert (kernel.aliases, kernel.flops, kernel.bytes) == (((0, 0),), 7, 11)
+    assert Kernel.from_json(kernel.to_json()) == kernel
+    # What cannot be compiled apart is not counted, and is said not to be.
+    monkeypatch.setattr(kernel_cycles, "_ONE_CHIP", {"v5e": "v5e:9x9"})
+    assert kernel_cycles.kernel_cycles(program, chip("v5e")) == {}
+    assert [e.instruction.name for e in program.unestimated()] == [instruction.name]
+
+
+SIZES = [
+    "models.T5Config.vocab_size = 512",
+    "models.T5Config.emb_dim = 256",
+    "models.T5Config.num_heads = 2",
+    "models.T5Config.head_dim = 128",
+    "models.T5Config.mlp_dim = 512",
+    "models.T5Config.scan_layers = True",
+    "models.T5Config.dtype = 'bfloat16'",
+    "models.T5Config.logits_via_embedding = False",
+    "TASK_FEATURE_LENGTHS = {'targets': 128}",
+    "BATCH_SIZE = 8",
+]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("on", [True, False])
+def test_kernels_are_in_the_step_that_preflight_compiles(on):
+    """On a machine whose default backend is the CPU."""
+    from perex_t5x.preflight import forms
+
+    files = ["models/tiny.gin", "runs/pretrain.gin", "optimizers/micro_adam.gin", "meshes/dp.gin"]
+    bindings = [b for b in tiny.BINDINGS if "TASK" not in b and "T5Config" not in b and "BATCH_SIZE" not in b]
+    trainer, spec = step.build(
+        files, [*bindings, *SIZES, f"trainer.Trainer.kernels = {on}"], topology.tpu_devices("v5e:2x2")
+    )
+    assert jax.default_backend() == "cpu"
+    text = step.compile_step(trainer, spec).as_text()
+    assert (products.NAME in text) == on
+    said = {f.parameter: f.kernel for f in forms.forms_of_step(trainer, spec)}
+    assert said["decoder/layers/mlp/wo/kernel"] == ("" if on else "kernels are turned off")
+    assert said["decoder/decoder_norm/scale"] is None
