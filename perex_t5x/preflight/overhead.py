@@ -81,7 +81,7 @@ def rows(models: Sequence[str], chips: Sequence[str], compiler: Any, working: An
             for mesh, ways in (("dp", WAYS), ("fsdp", (PLAIN, SURGERY, KERNELS))):
                 found = list(_rows_on(model, chip, mesh, ways, compiler, working))
                 yield from found
-                if found[0].cycles is not None:
+                if any(row.cycles is not None for row in found[1:]):
                     break
 
 

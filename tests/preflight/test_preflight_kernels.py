@@ -139,7 +139,7 @@ SIZES = [
 
 
 @needs_libtpu
-@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("on", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_kernels_are_in_the_step_that_preflight_compiles(on):
     """On a machine whose default backend is the CPU."""
     from perex_t5x.preflight import forms

@@ -100,19 +100,17 @@ def report(layers, scanned, way):
 
 
 @pytest.mark.parametrize(("layers", "scanned"), [(2, False), (12, True)])
-@pytest.mark.parametrize(("way", "cycles"), [("kernels", 1.05), ("surgery", 1.15)])
-def test_bounds(layers, scanned, way, cycles):
+@pytest.mark.parametrize(("way", "cycles", "temporaries"), [("kernels", 1.06, 1.20), ("surgery", 1.15, 1.75)])
+def test_bounds(layers, scanned, way, cycles, temporaries):
     plain, found = report(layers, scanned, "plain"), report(layers, scanned, way)
     ratios = found.cycles / plain.cycles, found.temp_bytes / plain.temp_bytes
     print(
         f"{layers} layers, {way}: cycles {ratios[0]:.3f} of {plain.cycles / 1e6:.1f} M, temporaries {ratios[1]:.3f} of "
         f"{plain.temp_bytes / 1e9:.2f} GB, not counted {len(found.unestimated)} ({len(plain.unestimated)})"
     )
-    assert ratios[0] <= cycles
-    if scanned:
-        assert ratios[1] <= 1.20
+    assert ratios[0] <= cycles and ratios[1] <= temporaries
 
 
 def test_vmap_is_what_it_is_compared_with():
     plain, found = report(12, True, "plain"), report(12, True, "vmap")
-    assert found.cycles > 1.5 * plain.cycles and found.temp_bytes > 2 * plain.temp_bytes
+    assert found.cycles > 1.2 * plain.cycles and found.temp_bytes > 2 * plain.temp_bytes

@@ -145,6 +145,8 @@ def _place(product: Product) -> str:
 
 
 def _size(reducer: Reducer, product: Product) -> str:
+    if reducer.num_examples == 1:  # XLA applies φ to the product as it leaves the matrix units
+        return "one example at a time"
     length = math.prod(product.left.shape[1 + i] for i in product.contracted[0])
     if length < _SHORTEST:
         return f"a sequence of {length}"
