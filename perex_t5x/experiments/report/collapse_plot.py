@@ -33,6 +33,11 @@ class Panel:
     def loss(self) -> float:
         return float(np.mean([run.final_loss for run in self.runs if run.finished] or [math.inf]))
 
+    @property
+    def rank(self) -> tuple[int, float]:
+        """The lower the better: most batch sizes, then the loss. A rate that was tried at a few of them is no rival."""
+        return -len(self.found.batch_sizes), self.loss
+
 
 def panels(data: Dataset) -> list[Panel]:
     """One for each rule and combination of the other axes; of several base rates the best for each."""
@@ -47,7 +52,7 @@ def panels(data: Dataset) -> list[Panel]:
         for base, runs in by_rate.items():
             label = _label(runs[0], axes) + (f", {base}" if len(by_rate) > 1 else "")
             panel = _panel(label, runs)
-            if panel and (key not in best or panel.loss < best[key].loss):
+            if panel and (key not in best or panel.rank < best[key].rank):
                 best[key] = panel
     return list(best.values())
 
