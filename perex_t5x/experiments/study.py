@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.DEFINE_bool("analyse_only", False, "Runs nothing: findings and page from what the folder holds.")
     flags.DEFINE_integer("parallel", None, "Runs at once; default the number of cores.")
     flags.DEFINE_integer(
-        "extensions", None, "How often a grid of rates is extended whose best lies on its edge; default 4, with --quick 1."
+        "extensions",
+        None,
+        "How often a grid of rates is extended whose best lies on its edge; default 4, with --quick 1.",
     )
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     preflight_command.run(_main, __doc__, rewritten(sys.argv if argv is None else argv))

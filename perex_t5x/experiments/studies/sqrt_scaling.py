@@ -72,7 +72,13 @@ def _collapse_finding(panels: Sequence[Panel]) -> Finding:
     )
     columns = ["rule", "collapse number", "interval", "sd across batch sizes", "sd across seeds"]
     title = f"Closest under the {best.label} rule"
-    return {"title": title, "text": text, "paper": _PAPER, "table": {"columns": columns, "rows": rows}, "plot": "collapse"}
+    return {
+        "title": title,
+        "text": text,
+        "paper": _PAPER,
+        "table": {"columns": columns, "rows": rows},
+        "plot": "collapse",
+    }
 
 
 def _collapse(panel: Panel, runs: Sequence[Run]) -> Any:
@@ -123,9 +129,9 @@ def _where_finding(panels: Sequence[Panel]) -> Finding:
         rows.append(cells)
     sizes = panels[0].found.batch_sizes
     text = (
-        f"Validation loss at batch size {sizes[-1]} less that at {sizes[0]}, seed by seed, at a fifth, a half and the end of "
-        "the run: above 0 the large batch is behind. A rule that is right early and wrong late, or the other way round, shows "
-        "here and not in the one number."
+        f"Validation loss at batch size {sizes[-1]} less that at {sizes[0]}, seed by seed, at a fifth, a half and the end "
+        "of the run: above 0 the large batch is behind. A rule that is right early and wrong late, or the other way round, "
+        "shows here and not in the one number."
     )
     columns = ["rule", *(f"{share:.0%} of the examples" for share in shares)]
     table = {"columns": columns, "rows": rows}
@@ -197,6 +203,11 @@ STUDY = Study(
     "sqrt_scaling",
     stages,
     analyse,
-    quick=["batch_sizes = [2, 8, 32]", "rule = ['sqrt', 'linear']", "rate_factors = [1.0, 2.0, 4.0]", "seeds = [0, 1, 2]"],
+    quick=[
+        "batch_sizes = [2, 8, 32]",
+        "rule = ['sqrt', 'linear']",
+        "rate_factors = [1.0, 2.0, 4.0]",
+        "seeds = [0, 1, 2]",
+    ],
     quick_gin=["TRAIN_STEPS = 128", "WARMUP_STEPS = 16", "EVAL_PERIOD = 16", "EVAL_STEPS = 8"],
 )
