@@ -16,7 +16,7 @@ from perex_t5x.experiments.sweep import Sweep
 _BASELINE = "adamw"
 _PAPER = "A preconditioner dominated by μ² serves best."
 _PAPER_CLIPPING = (
-    "MicroAdam and MicroAdamVar become more stable with gradient clipping and still end behind Adam. (Which kind of clipping "
+    "MicroAdam and MicroAdamVar become more stable with gradient clipping and still end behind Adam. (Which clipping "
     "is not known to us; here every example's gradient is clipped.)"
 )
 Arm = tuple[str, str]  # optimizer, clipping in words
