@@ -47,11 +47,12 @@ def run(
         return []
     begun, stages, runs = time.monotonic(), study.stages(sweep, extensions), {}
     parts, results = next(stages), []
+    programs: dict[str, Any] = {}  # a stage more is not a compilation more
     try:
         while True:
             _add(runs, parts, gin_files, gin_bindings, search_paths, flags)
             grown = dataclasses.replace(whole, runs=tuple(runs.values()))
-            results = grown.run(folder, together=True, parallel=parallel, overview=overview)
+            results = grown.run(folder, together=True, parallel=parallel, overview=overview, programs=programs)
             try:
                 parts = stages.send(list(zip(grown.runs, results, strict=True)))
             except StopIteration:
