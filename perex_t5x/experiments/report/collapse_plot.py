@@ -33,11 +33,6 @@ class Panel:
     def loss(self) -> float:
         return float(np.mean([run.final_loss for run in self.runs if run.finished] or [math.inf]))
 
-    @property
-    def rank(self) -> tuple[int, float]:
-        """The lower the better: most batch sizes, then the loss. A rate that was tried at a few of them is no rival."""
-        return -len(self.found.batch_sizes), self.loss
-
 
 def panels(data: Dataset) -> list[Panel]:
     """One for each rule and combination of the other axes; of several base rates the best for each."""
@@ -47,14 +42,17 @@ def panels(data: Dataset) -> list[Panel]:
         if run.batch_size and len(run.evaluation[0]):
             same = parts.setdefault((run.rule, *(str(axis.of(run)) for axis in axes)), {})
             same.setdefault(_base_rate(run), []).append(run)
-    best: dict[tuple, Panel] = {}
-    for key, by_rate in parts.items():
-        for base, runs in by_rate.items():
-            label = _label(runs[0], axes) + (f", {base}" if len(by_rate) > 1 else "")
-            panel = _panel(label, runs)
-            if panel and (key not in best or panel.rank < best[key].rank):
-                best[key] = panel
-    return list(best.values())
+    chosen = []
+    for by_rate in parts.values():
+        found = {base: _panel(_label(runs[0], axes), runs) for base, runs in by_rate.items()}
+        found = {base: panel for base, panel in found.items() if panel}
+        if found:
+            # A rate that was tried at a few batch sizes, to tune it, is no rival of one that was run at all of them.
+            most = max(len(panel.found.batch_sizes) for panel in found.values())
+            rivals = {base: panel for base, panel in found.items() if len(panel.found.batch_sizes) == most}
+            base, best = min(rivals.items(), key=lambda item: item[1].loss)
+            chosen.append(dataclasses.replace(best, label=f"{best.label}, {base}") if len(rivals) > 1 else best)
+    return chosen
 
 
 def _base_rate(run: Run) -> str:

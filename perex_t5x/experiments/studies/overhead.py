@@ -162,8 +162,8 @@ def _finding(model: str, entries: dict[str, dict[str, Any]], plain: dict[str, An
             )
     text = (
         f"{model}: a step, beside adamw's on the plain gradient: {'; '.join(texts)}. Medians over {len(base)} turns, in "
-        "which all configurations are timed one after another; memory is what the compiled step needs besides its arguments and "
-        "results."
+        "which all configurations are timed one after another; memory is what the compiled step needs besides its arguments "
+        "and results."
     )
     columns = ["step", "ms", "times adamw", "quartiles", "interval of the mean", "memory, MiB", "times adamw"]
     table = {"columns": columns, "rows": rows}

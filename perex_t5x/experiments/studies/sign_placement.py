@@ -142,8 +142,8 @@ def _signs_finding(path: str) -> list[Finding]:
     text = (
         f"In the training {found['run']}, at fixed parameters: how far the sign of a mean of k examples points to the sign "
         "of the expected gradient (1: always, 0: by chance), mean over coordinates; measured by drawing, predicted for "
-        "normal gradients with each coordinate's own ratio, and with one ratio for all. Coordinates in which most single examples "
-        f"point away from the expected gradient: {', '.join(texts)}."
+        "normal gradients with each coordinate's own ratio, and with one ratio for all. Coordinates in which most single "
+        f"examples point away from the expected gradient: {', '.join(texts)}."
     )
     columns = [
         "step",

@@ -53,11 +53,12 @@ def analyse(folder: Folder, path: str) -> list[Finding]:
 def _collapse_finding(panels: Sequence[Panel]) -> Finding:
     ranked = sorted(panels, key=lambda p: (math.isnan(p.found.number), p.found.number, p.found.across_batch))
     rows = []
+    plain = next((p for p in ranked if p.runs[0].rule == "sqrt"), None)
     for panel in ranked:
-        number = jackknife(panel.runs, lambda runs, p=panel: _collapse(p, runs).number)
+        number = _exponential(jackknife(panel.runs, lambda runs, p=panel: math.log(_collapse(p, runs).number)))
         rows.append(
             [panel.label, reading.number(panel.found.number, 2), reading.interval(number, 2),
-             reading.number(panel.found.across_batch), reading.number(panel.found.across_seed)]
+             reading.number(panel.found.across_batch), reading.number(panel.found.across_seed), _beside(plain, panel)]
         )  # fmt: skip
     best, sizes = ranked[0], ranked[0].found.batch_sizes
     text = f"Over batch sizes {sizes[0]} to {sizes[-1]} the curves lie closest under {best.label}"
@@ -70,7 +71,8 @@ def _collapse_finding(panels: Sequence[Panel]) -> Finding:
         f". Curves that differ by seeds only would give {best.found.perfect:.2f}. Intervals are jackknife t-intervals over "
         "the seeds; 'apart' compares the deviations across batch sizes, in the loss's unit, seed by seed."
     )
-    columns = ["rule", "collapse number", "interval", "sd across batch sizes", "sd across seeds"]
+    columns = ["rule", "collapse number", "interval", "sd across batch sizes", "sd across seeds",
+               "sd across batch sizes, times sqrt's"]  # fmt: skip
     title = f"Closest under the {best.label} rule"
     return {
         "title": title,
@@ -87,6 +89,19 @@ def _collapse(panel: Panel, runs: Sequence[Run]) -> Any:
         Curve(run.batch_size, run.examples(run.evaluation[0]), run.evaluation[1]) for run in runs if id(run) in mine
     ]
     return collapse(curves, panel.warmup)
+
+
+def _exponential(m: Mean) -> Mean:
+    """Back from the logarithm, in which ratios have even intervals."""
+    return Mean(*(math.exp(x) for x in m[:3]), m.count)
+
+
+def _beside(plain: Panel | None, panel: Panel) -> str:
+    """How far batch sizes lie apart, beside the square-root rule."""
+    if plain is None or plain is panel:
+        return "–" if plain is None else "1"
+    m = _exponential(jackknife([*plain.runs, *panel.runs], lambda runs: _log_ratio(plain, panel, runs)))
+    return f"{m.mean:.2f} ({reading.interval(m, 2)})"
 
 
 def _log_ratio(one: Panel, other: Panel, runs: Sequence[Run]) -> float:
@@ -155,10 +170,10 @@ def _exponent_finding(runs: Sequence[Run]) -> list[Finding]:
     first = next((run.rule for run in runs), None)
     rows, points = [], []
     for size, of_size in sorted(reading.grouped([r for r in runs if r.rule == first], lambda r: r.batch_size).items()):
-        losses = {
-            rate: reading.final(group).mean
-            for rate, group in reading.grouped([r for r in of_size if r.finished], lambda r: r.learning_rate).items()
-        }
+        by_rate = reading.grouped([r for r in of_size if r.finished], lambda r: r.learning_rate)
+        # The best rate was run with more seeds than the others: compared are those that all have.
+        seeds = set.intersection(*({r.seed for r in group} for group in by_rate.values())) if by_rate else set()
+        losses = {rate: reading.final([r for r in group if r.seed in seeds]).mean for rate, group in by_rate.items()}
         best = lowest(losses)
         if best is not None:
             points.append((math.log(size), math.log(best)))
