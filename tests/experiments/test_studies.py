@@ -83,7 +83,7 @@ def test_sqrt_scaling_finds_the_rule_and_the_exponent(tmp_path):
     runs = []
     for rule, spread in (("sqrt", 0.002), ("linear", 0.2)):
         runs += [{**run, "values": {**run["values"], "rule": rule, "rate_factor": 1.0}}
-                 for run in report_support.scaling_runs(spread, rule, sizes=(8, 16, 32), seeds=(0, 1, 2))]  # fmt: skip
+                 for run in report_support.scaling_runs(spread, rule, sizes=(8, 16, 32, 64), seeds=(0, 1, 2))]  # fmt: skip
     for size in (8, 32):  # basins around B^0.5
         for factor in (0.25, 0.5, 2.0, 4.0):
             rate = 0.004 * factor * (size / 16) ** 0.5
@@ -92,13 +92,16 @@ def test_sqrt_scaling_finds_the_rule_and_the_exponent(tmp_path):
             runs.append({"values": values, "batch_size": size, "seed": 0, "steps": 12800 // size, "warmup": 1280 // size,
                          "rate": rate, "shift": shift, "noise": 0.0, "name": f"tune-b{size}-x{factor}"})  # fmt: skip
     report_support.write_sweep(str(tmp_path), runs, name="sqrt_scaling", rule=["sqrt", "linear"])
-    collapse, where, exponent = analysed("sqrt_scaling", tmp_path)
+    collapse, reach, where, exponent = analysed("sqrt_scaling", tmp_path)
     assert collapse["title"] == "Closest under the sqrt rule" and collapse["plot"] == "collapse"
     first, second = collapse["table"]["rows"]
     assert first[0].startswith("sqrt") and second[0].startswith("linear") and second[1] > 10 * first[1]
     assert "not clearly apart" not in collapse["text"]
+    numbers = {row[0]: row[1:] for row in reach["table"]["rows"]}
+    assert reach["table"]["columns"] == ["rule", "to 32", "to 64"] and "linear" not in reach["text"]
+    assert all(10 * near < far for near, far in zip(numbers["sqrt"], numbers["linear"], strict=True))
     ends = {row[0].split(",")[0]: row[-1] for row in where["table"]["rows"]}
-    assert float(ends["linear"].split()[0]) == pytest.approx(0.4, abs=0.05)
+    assert float(ends["linear"].split()[0]) == pytest.approx(0.6, abs=0.05)
     assert float(exponent["title"].rpartition("^")[2]) == pytest.approx(0.5, abs=0.03)
 
 

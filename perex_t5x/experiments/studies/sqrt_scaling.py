@@ -43,7 +43,7 @@ def stages(sweep: Sweep, extensions: int) -> Stages:
 def analyse(folder: Folder, path: str) -> list[Finding]:
     del path
     panels = collapse_plot.panels(dataset.gather([folder]))
-    found = [_collapse_finding(panels), _where_finding(panels)] if panels else []
+    found = [_collapse_finding(panels), *_range_finding(panels), _where_finding(panels)] if panels else []
     return [*found, *_exponent_finding(folder.runs)]
 
 
@@ -129,6 +129,31 @@ def jackknife(runs: Sequence[Run], of: Callable[[Sequence[Run]], float]) -> Mean
 
 
 # --- where curves part ------------------------------------------------------------------------------------------------
+
+
+def _range_finding(panels: Sequence[Panel]) -> list[Finding]:
+    """The collapse number as more and more of the larger batch sizes count."""
+    sizes = sorted({size for panel in panels for size in panel.found.batch_sizes})
+    ends = sizes[2:]
+    if len(ends) < 2:
+        return []
+    rows, reach = [], {}
+    for panel in panels:
+        cells: list[Any] = [panel.label]
+        for end in ends:
+            found = _collapse(panel, [run for run in panel.runs if run.batch_size <= end])
+            number = found.number if found is not None else math.nan
+            cells.append(reading.number(number, 2))
+            if number <= 1:
+                reach[panel.label] = end
+        rows.append(cells)
+    said = [f"{label} up to {end}" for label, end in sorted(reach.items(), key=lambda item: -item[1])]
+    text = (
+        f"Collapse numbers of the batch sizes from {sizes[0]} to ... At most 1, so that batch sizes differ no more than "
+        f"seeds do: {', '.join(said) or 'nowhere'}."
+    )
+    table = {"columns": ["rule", *(f"to {end}" for end in ends)], "rows": rows}
+    return [{"title": "How far each rule reaches", "text": text, "paper": _PAPER, "table": table, "plot": "collapse"}]
 
 
 def _where_finding(panels: Sequence[Panel]) -> Finding:
