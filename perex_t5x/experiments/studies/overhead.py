@@ -175,7 +175,8 @@ STUDY = Study(
     everything,
     analyse,
     quick=[
-        "files = {'model': ['models/nano.gin'], 'optimizer': ['optimizers/adamw.gin', 'optimizers/micro_adam.gin']}"
+        "files = {'model': ['models/nano.gin'], 'optimizer': ['optimizers/adamw.gin', 'optimizers/micro_adam.gin']}",
+        "grid = {}",
     ],
     quick_gin=["TASK_FEATURE_LENGTHS = {'targets': 32}"],
     measure=measure,
