@@ -34,7 +34,8 @@ def measure(plan: Plan, folder: str, quick: bool) -> None:
     if os.path.exists(path):
         return
     size = plan.sweep.base_batch_size or plan.runs[0].batch_size
-    run = min(plan.runs, key=lambda r: (r.batch_size != size, "sign_ema" not in r.name, r.seed))
+    # The last seed was run at the best rate alone.
+    run = min(plan.runs, key=lambda r: (r.batch_size != size, "sign_ema" not in r.name, -r.seed))
     print(f"measuring signs in the training {run.name}", flush=True)
     sizes = sorted({r.batch_size for r in plan.runs})
     found = along_training(run, folder, sizes, examples=512 if quick else 4096)
