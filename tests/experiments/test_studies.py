@@ -172,7 +172,7 @@ def test_overhead_compares_in_turns(tmp_path):
     (tmp_path / overhead.FILE).write_text(json.dumps(known))
     (found,) = overhead.analyse(None, str(tmp_path))
     plain, clipped = found["table"]["rows"]
-    assert plain[:3] == ["adamw", 200.0, 1.0] and clipped[0] == "micro_adam, clipped"
+    assert plain[:3] == ["adamw", 200.0, 1.0] and clipped[0] == "micro_adam, clip_norm 2.0"
     assert clipped[2] == 1.5 and clipped[3] == "1.500 to 1.500" and clipped[-1] == 2.0
 
 

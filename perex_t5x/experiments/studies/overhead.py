@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from perex_t5x.experiments import axes
 from perex_t5x.experiments.folder import write_atomically
 from perex_t5x.experiments.plan import Plan
 from perex_t5x.experiments.report.folders import Study as Folder
-from perex_t5x.experiments.report.gin_text import literal
 from perex_t5x.experiments.report.intervals import mean_interval
 from perex_t5x.experiments.runs import Run
 from perex_t5x.experiments.studies import reading
@@ -138,10 +138,18 @@ def _entries(known: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
         values = entry["values"]
         model = os.path.basename(str(values.get("model", "the model"))).removesuffix(".gin")
         label = os.path.basename(str(values.get("optimizer", "step"))).removesuffix(".gin")
-        norm = next((v for axis, v in values.items() if axis.endswith("clip_norm")), None)
-        norm = literal(norm) if isinstance(norm, str) else norm
-        found.setdefault(model, {})[label if norm is None else f"{label}, clipped"] = entry
+        found.setdefault(model, {})[", ".join([label, *_more(values)])] = entry
     return found
+
+
+def _more(values: dict[str, Any]) -> list[str]:
+    """The other axes, in words; what is None is the default.
+
+    >>> _more({"model": "a.gin", "Trainer.clip_norm": 2.0, "Trainer.microbatch_size": None, "seed": 0})
+    ['clip_norm 2.0']
+    """
+    others = {axis: v for axis, v in values.items() if axis not in ("model", "optimizer", axes.SEED) and v is not None}
+    return [f"{axis.rpartition('.')[2]} {value}" for axis, value in others.items()]
 
 
 def _finding(model: str, entries: dict[str, dict[str, Any]], plain: dict[str, Any]) -> Finding:
