@@ -44,25 +44,31 @@ def rewritten(argv: Sequence[str]) -> list[str]:
     return [re.sub(r"^--?sweep\.(\w+)=", r"--sweep_bindings=\1 = ", arg, flags=re.DOTALL) for arg in argv]
 
 
-def _main(args: Any) -> int:
-    console.set_up(everything=args.alsologtostderr)
-    if not args.sweep:
-        raise ConfigError("no --sweep given. To begin with: --sweep=sweeps/learning_rate.gin --together")
+def start(args: Any) -> None:
+    """What has to be there before Gin files are read."""
     console.import_tensorflow_quietly()
     from perex_t5x import train as train_script
 
     sys.modules["__main__"].train = train_script.train  # ported files say `import __main__ as train_script`
     cli._configure_data()
-    sweep = Sweep.load(args.sweep, args.sweep_bindings, args.gin_search_paths)
-    passed_on = [
+
+
+def passed_on(args: Any) -> list[str]:
+    """Flags that the runs' own processes get, too."""
+    caches = args.seqio_additional_cache_dirs
+    return [
         *([f"--tfds_data_dir={args.tfds_data_dir}"] if args.tfds_data_dir else []),
-        *(
-            [f"--seqio_additional_cache_dirs={','.join(args.seqio_additional_cache_dirs)}"]
-            if args.seqio_additional_cache_dirs
-            else []
-        ),
+        *([f"--seqio_additional_cache_dirs={','.join(caches)}"] if caches else []),
     ]
-    plan = sweep.plan(args.gin_file, args.gin_bindings, args.gin_search_paths, flags=passed_on)
+
+
+def _main(args: Any) -> int:
+    console.set_up(everything=args.alsologtostderr)
+    if not args.sweep:
+        raise ConfigError("no --sweep given. To begin with: --sweep=sweeps/learning_rate.gin --together")
+    start(args)
+    sweep = Sweep.load(args.sweep, args.sweep_bindings, args.gin_search_paths)
+    plan = sweep.plan(args.gin_file, args.gin_bindings, args.gin_search_paths, flags=passed_on(args))
     folder = args.dir or f"sweeps/{sweep.name}"
     if args.print_commands:
         for run in plan.runs:

@@ -30,6 +30,7 @@ def run(
     parallel: int | None = None,
     only: str | None = None,
     overview: Any = None,
+    programs: dict[str, Any] | None = None,
 ) -> list[Result]:
     """Runs what is not finished, and returns the results of all of the plan's runs, in its order.
 
@@ -41,6 +42,7 @@ def run(
       parallel: how many runs at once; None: one, or `together` as many as there are cores.
       only: a regular expression found in the names of the runs to run.
       overview: a stream for the live overview; None: stderr.
+      programs: a dictionary that keeps what `together` compiles, for a later call in this process.
 
     Raises:
       ConfigError: the folder holds another sweep, or one that is running.
@@ -86,7 +88,7 @@ def run(
         kept.write_results(described, results)
         with Overview(chosen, results, stream=overview) as show, _asking_to_stop(stop):
             if together:
-                _run_together(kept, todo, folder, show, finished, parallel, stop)
+                _run_together(kept, todo, folder, show, finished, parallel, stop, programs)
             else:
                 from perex_t5x.experiments import processes
 
@@ -100,7 +102,14 @@ def run(
 
 
 def _run_together(
-    kept: Folder, todo: Sequence[Run], folder: str, show: Overview, finished: Any, parallel: int, stop: threading.Event
+    kept: Folder,
+    todo: Sequence[Run],
+    folder: str,
+    show: Overview,
+    finished: Any,
+    parallel: int,
+    stop: threading.Event,
+    programs: dict[str, Any] | None,
 ) -> None:
     import jax
 
@@ -111,7 +120,7 @@ def _run_together(
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", os.path.join(folder, ".jax_cache"))
     if todo:
-        together.run_all(todo, folder, show, finished, parallel, stop)
+        together.run_all(todo, folder, show, finished, parallel, stop, programs)
 
 
 def _chosen(runs: Sequence[Run], only: str | None) -> list[Run]:

@@ -52,12 +52,13 @@ class _Prepared:
 
 
 class _Group:
-    """Runs of one program, which is made when the first of them starts and dropped after the last."""
+    """Runs of one program, which is made when the first of them starts and dropped after the last, unless it is kept."""
 
-    def __init__(self, runs: Sequence[Run]):
+    def __init__(self, runs: Sequence[Run], kept: dict[str, Program] | None):
         self.waiting, self.left = list(runs), len(runs)
         self._lock = threading.Lock()
-        self._program: Program | None = None
+        self._name, self._kept = runs[0].group, kept
+        self._program: Program | None = (kept or {}).get(self._name)
         self.making = False
 
     @property
@@ -73,6 +74,8 @@ class _Group:
             if self.making:
                 prepared.program.compile()
                 self._program, self.making = prepared.program, False
+                if self._kept is not None:
+                    self._kept[self._name] = prepared.program
         return prepared
 
     def _parsed(self, run: Run, root: str) -> _Prepared:
@@ -106,10 +109,14 @@ def run_all(
     finished: Callable[[Run, Result], None],
     parallel: int,
     stop: threading.Event,
+    programs: dict[str, Program] | None = None,
 ) -> None:
-    """Runs all; `finished` is told of each end. Returns early where `stop` is set."""
+    """Runs all; `finished` is told of each end. Returns early where `stop` is set.
+
+    Programs are taken from and put into `programs`, if it is given: for runs that come in several calls.
+    """
     groups = list({run.group: None for run in runs})
-    groups = [_Group([run for run in runs if run.group == name]) for name in groups]
+    groups = [_Group([run for run in runs if run.group == name], programs) for name in groups]
     choosing = threading.Lock()
 
     def choose() -> tuple[_Group, Run] | None:

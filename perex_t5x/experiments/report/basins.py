@@ -27,8 +27,12 @@ class Basin:
         return {rate: intervals.mean_interval(losses) for rate, losses in found.items() if losses}
 
     def best(self) -> float:
-        means = self.means()
-        return min(means, key=lambda rate: means[rate].mean)
+        """The rate with the lowest mean, over the seeds that all rates have: a few more at one of them would decide it."""
+        losses = {rate: {r.seed: r.final_loss for r in runs if r.finished} for rate, runs in self.runs.items()}
+        losses = {rate: found for rate, found in sorted(losses.items()) if found}
+        shared = set.intersection(*(set(found) for found in losses.values()))
+        means = {rate: sum(found[s] for s in shared or found) / len(shared or found) for rate, found in losses.items()}
+        return min(means, key=lambda rate: means[rate])
 
     def on_edge(self) -> bool:
         """The best rate is the smallest or largest tried; a diverged rate beyond it counts as tried."""

@@ -42,14 +42,17 @@ def panels(data: Dataset) -> list[Panel]:
         if run.batch_size and len(run.evaluation[0]):
             same = parts.setdefault((run.rule, *(str(axis.of(run)) for axis in axes)), {})
             same.setdefault(_base_rate(run), []).append(run)
-    best: dict[tuple, Panel] = {}
-    for key, by_rate in parts.items():
-        for base, runs in by_rate.items():
-            label = _label(runs[0], axes) + (f", {base}" if len(by_rate) > 1 else "")
-            panel = _panel(label, runs)
-            if panel and (key not in best or panel.loss < best[key].loss):
-                best[key] = panel
-    return list(best.values())
+    chosen = []
+    for by_rate in parts.values():
+        found = {base: _panel(_label(runs[0], axes), runs) for base, runs in by_rate.items()}
+        found = {base: panel for base, panel in found.items() if panel}
+        if found:
+            # A rate that was tried at a few batch sizes, to tune it, is no rival of one that was run at all of them.
+            most = max(len(panel.found.batch_sizes) for panel in found.values())
+            rivals = {base: panel for base, panel in found.items() if len(panel.found.batch_sizes) == most}
+            base, best = min(rivals.items(), key=lambda item: item[1].loss)
+            chosen.append(dataclasses.replace(best, label=f"{best.label}, {base}") if len(rivals) > 1 else best)
+    return chosen
 
 
 def _base_rate(run: Run) -> str:

@@ -1,0 +1,191 @@
+"""What statistics of the examples' gradients cost: the compiled steps of a sweep's configurations, timed in turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from perex_t5x.experiments import axes
+from perex_t5x.experiments.folder import write_atomically
+from perex_t5x.experiments.plan import Plan
+from perex_t5x.experiments.report.folders import Study as Folder
+from perex_t5x.experiments.report.intervals import mean_interval
+from perex_t5x.experiments.runs import Run
+from perex_t5x.experiments.studies import reading
+from perex_t5x.experiments.studies.base import Finding, Study, everything
+
+FILE = "overhead.json"
+_PAPER = "For a transformer of 1.2 billion parameters about 17 % more compute, and no increase of peak memory."
+_SECONDS = 0.2  # of steps in one turn, about
+_BATCHES = 4
+
+
+def measure(plan: Plan, folder: str, quick: bool) -> None:
+    """Times the step of every configuration, all of one model in turns; what is measured already stays."""
+    path = os.path.join(folder, FILE)
+    known = _read(path)
+    wanted = {run.name: run for run in plan.runs if run.seed == plan.runs[0].seed}
+    for runs in _by_model(list(wanted.values())).values():
+        if all(run.name in known for run in runs):
+            continue
+        print(f"timing the steps of {', '.join(run.name for run in runs)}", flush=True)
+        known |= time_steps(runs, folder, turns=5 if quick else 21)
+        write_atomically(path, json.dumps(known, indent=1) + "\n")
+
+
+def _by_model(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(str(run.values.get("model", "")), []).append(run)
+    return found
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as f:
+            return json.load(f)
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def time_steps(runs: Sequence[Run], folder: str, turns: int) -> dict[str, dict[str, Any]]:
+    """Name -> seconds of a step in each turn, bytes that the compiled step needs besides its arguments and results."""
+    steps = [_Step(run, folder) for run in runs]
+    seconds: dict[str, list[float]] = {run.name: [] for run in runs}
+    for step in steps:
+        step.warm_up()
+    for turn in range(turns):
+        # Whoever goes first may find a cooler machine: they take turns in that, too.
+        for step in steps[:: 1 if turn % 2 else -1]:
+            seconds[step.name].append(step.seconds())
+    return {
+        step.name: {"seconds": seconds[step.name], "temp_bytes": step.temp_bytes, "values": dict(run.values)}
+        for step, run in zip(steps, runs, strict=True)
+    }
+
+
+class _Step:
+    """A compiled step with its state and some batches."""
+
+    def __init__(self, run: Run, folder: str):
+        import jax
+
+        from perex_t5x.data.feed import make_feed
+        from perex_t5x.experiments import configuration
+        from perex_t5x.experiments.program import parsed_arguments
+
+        self.name = run.name
+        with configuration.quiet():
+            # Gin's configuration is read while tracing: all of this before the next one is parsed.
+            configuration.parse(run.files, run.bindings, run.search_paths, run.folder(folder))
+            arguments = parsed_arguments()
+            trainer = arguments["trainer_cls"](model=arguments["model"], partitioner=arguments["partitioner"])
+            feed = make_feed(arguments["train_dataset_cfg"], arguments["model"].FEATURE_CONVERTER_CLS())
+            spec = feed.element_spec
+            input_shapes = {name: s.shape for name, s in spec.items()}
+            shapes, shardings, _ = trainer.abstract_state(input_shapes)
+            self._step = trainer.compiled_step(shapes, shardings, spec)
+            init = jax.jit(lambda key: trainer.init_state(key, input_shapes), out_shardings=shardings)
+            self._state = init(jax.random.key(run.seed))
+        sharding = dict.fromkeys(spec, trainer.partitioner.data_sharding)
+        self._batches = [feed.batch(i, sharding) for i in range(_BATCHES)]
+        memory = self._step.memory_analysis()
+        self.temp_bytes = int(memory.temp_size_in_bytes) if memory is not None else None
+        self._count = 1
+
+    def warm_up(self) -> None:
+        """Also finds out how many steps make a turn."""
+        self.seconds()
+        self._count = max(2, round(_SECONDS / min(self.seconds() for _ in range(3))))
+
+    def seconds(self) -> float:
+        """Of one step, as a mean over a turn."""
+        import jax
+
+        begun = time.monotonic()
+        for i in range(self._count):
+            self._state, _ = self._step(self._state, self._batches[i % _BATCHES])
+        jax.block_until_ready(self._state)
+        return (time.monotonic() - begun) / self._count
+
+
+# --- what it says -----------------------------------------------------------------------------------------------------
+
+
+def analyse(folder: Folder, path: str) -> list[Finding]:
+    del folder
+    known = _read(os.path.join(path, FILE))
+    found = []
+    for model, entries in _entries(known).items():
+        plain = entries.get("adamw")
+        if plain is not None and len(entries) > 1:
+            found.append(_finding(model, entries, plain))
+    return found
+
+
+def _entries(known: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Model -> label of a configuration -> what was measured."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for entry in known.values():
+        values = entry["values"]
+        model = os.path.basename(str(values.get("model", "the model"))).removesuffix(".gin")
+        label = os.path.basename(str(values.get("optimizer", "step"))).removesuffix(".gin")
+        found.setdefault(model, {})[", ".join([label, *_more(values)])] = entry
+    return found
+
+
+def _more(values: dict[str, Any]) -> list[str]:
+    """The other axes, in words; what is None is the default.
+
+    >>> _more({"model": "a.gin", "Trainer.clip_norm": 2.0, "Trainer.microbatch_size": None, "seed": 0})
+    ['clip_norm 2.0']
+    """
+    others = {axis: v for axis, v in values.items() if axis not in ("model", "optimizer", axes.SEED) and v is not None}
+    return [f"{axis.rpartition('.')[2]} {value}" for axis, value in others.items()]
+
+
+def _finding(model: str, entries: dict[str, dict[str, Any]], plain: dict[str, Any]) -> Finding:
+    rows, texts = [], []
+    base = np.asarray(plain["seconds"])
+    for label, entry in entries.items():
+        ratios = np.asarray(entry["seconds"]) / base
+        low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+        mean = mean_interval(ratios.tolist())
+        memory = entry["temp_bytes"] / plain["temp_bytes"] if entry["temp_bytes"] and plain["temp_bytes"] else None
+        rows.append([label, reading.number(1e3 * float(np.median(entry["seconds"])), 2), reading.number(middle, 3),
+                     f"{low:.3f} to {high:.3f}", reading.interval(mean, 3),
+                     None if memory is None else reading.number(entry["temp_bytes"] / 2**20, 2),
+                     reading.number(memory, 2)])  # fmt: skip
+        if label != "adamw":
+            texts.append(
+                f"{label} {middle:.2f} times the time" + ("" if memory is None else f", {memory:.2f} the memory")
+            )
+    text = (
+        f"{model}: a step, beside adamw's on the plain gradient: {'; '.join(texts)}. Medians over {len(base)} turns, in "
+        "which all configurations are timed one after another; memory is what the compiled step needs besides its arguments "
+        "and results."
+    )
+    columns = ["step", "ms", "times adamw", "quartiles", "interval of the mean", "memory, MiB", "times adamw"]
+    table = {"columns": columns, "rows": rows}
+    return {"title": f"The price of statistics, {model}", "text": text, "paper": _PAPER, "table": table}
+
+
+STUDY = Study(
+    "overhead",
+    everything,
+    analyse,
+    quick=[
+        "files = {'model': ['models/nano.gin'], 'optimizer': ['optimizers/adamw.gin', 'optimizers/micro_adam.gin']}",
+        "grid = {}",
+    ],
+    quick_gin=["TASK_FEATURE_LENGTHS = {'targets': 32}"],
+    measure=measure,
+)

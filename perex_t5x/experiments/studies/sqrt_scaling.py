@@ -1,0 +1,253 @@
+"""Do learning curves of different batch sizes fall onto one another, and under which rule for the learning rate?
+
+The rate is tuned at the base batch size; then all rules and batch sizes are run from it. The smallest and the largest batch
+size are tuned as well: how their best rates lie to each other is an exponent, of which the rules are guesses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from perex_t5x.experiments import axes
+from perex_t5x.experiments.collapse import Curve, collapse
+from perex_t5x.experiments.report import collapse_plot, dataset, intervals
+from perex_t5x.experiments.report.collapse_plot import Panel
+from perex_t5x.experiments.report.folders import Study as Folder
+from perex_t5x.experiments.report.intervals import Mean
+from perex_t5x.experiments.report.runs import Run
+from perex_t5x.experiments.studies import reading
+from perex_t5x.experiments.studies.base import Finding, Stages, Study, arms, narrowed
+from perex_t5x.experiments.studies.tuning import tune
+from perex_t5x.experiments.sweep import Sweep
+
+_PAPER = (
+    "η ∝ √B gives similar learning curves, against examples seen, over a wide range of batch sizes; it breaks at large "
+    "batch sizes, and is said to hold even where μ² dominates."
+)
+
+
+def stages(sweep: Sweep, extensions: int) -> Stages:
+    """Tunes at the base batch size and at both ends, then runs everything from the base's best rate."""
+    sizes = sorted(sweep.batch_sizes or [])
+    base = sweep.base_batch_size or sizes[len(sizes) // 2]
+    first = {} if isinstance(sweep.rule, str) else {axes.RULE: sweep.rules[0]}
+    tuned = [{**first, axes.BATCH_SIZE: size} for size in dict.fromkeys([base, sizes[0], sizes[-1]])]
+    found = yield from tune(sweep, tuned, extensions)
+    yield [narrowed(sweep, arm, [found[0].best], sweep.seeds) for arm in arms(sweep)]
+
+
+def analyse(folder: Folder, path: str) -> list[Finding]:
+    del path
+    panels = collapse_plot.panels(dataset.gather([folder]))
+    found = [_collapse_finding(panels), *_range_finding(panels), _where_finding(panels)] if panels else []
+    return [*found, *_exponent_finding(folder.runs)]
+
+
+# --- the collapse numbers ---------------------------------------------------------------------------------------------
+
+
+def _collapse_finding(panels: Sequence[Panel]) -> Finding:
+    ranked = sorted(panels, key=lambda p: (math.isnan(p.found.number), p.found.number, p.found.across_batch))
+    rows = []
+    plain = next((p for p in ranked if p.runs[0].rule == "sqrt"), None)
+    for panel in ranked:
+        number = _exponential(jackknife(panel.runs, lambda runs, p=panel: math.log(_collapse(p, runs).number)))
+        rows.append(
+            [panel.label, reading.number(panel.found.number, 2), reading.interval(number, 2),
+             reading.number(panel.found.across_batch), reading.number(panel.found.across_seed), _beside(plain, panel)]
+        )  # fmt: skip
+    best, sizes = ranked[0], ranked[0].found.batch_sizes
+    text = f"Over batch sizes {sizes[0]} to {sizes[-1]} the curves lie closest under {best.label}"
+    text += f" ({best.found.number:.2f})" if math.isfinite(best.found.number) else ""
+    for other in ranked[1:]:
+        ratio = jackknife([*best.runs, *other.runs], lambda runs, o=other: _log_ratio(best, o, runs))
+        clear = "" if reading.apart(ratio) else ", which is not clearly apart"
+        text += f"; {other.label} {other.found.number:.2f}{clear}"
+    text += (
+        f". Curves that differ by seeds only would give {best.found.perfect:.2f}. Intervals are jackknife t-intervals over "
+        "the seeds; 'apart' compares the deviations across batch sizes, in the loss's unit, seed by seed."
+    )
+    columns = ["rule", "collapse number", "interval", "sd across batch sizes", "sd across seeds",
+               "sd across batch sizes, times sqrt's"]  # fmt: skip
+    title = f"Closest under the {best.label} rule"
+    return {
+        "title": title,
+        "text": text,
+        "paper": _PAPER,
+        "table": {"columns": columns, "rows": rows},
+        "plot": "collapse",
+    }
+
+
+def _collapse(panel: Panel, runs: Sequence[Run]) -> Any:
+    mine = {id(run) for run in panel.runs}
+    curves = [
+        Curve(run.batch_size, run.examples(run.evaluation[0]), run.evaluation[1]) for run in runs if id(run) in mine
+    ]
+    return collapse(curves, panel.warmup)
+
+
+def _exponential(m: Mean) -> Mean:
+    """Back from the logarithm, in which ratios have even intervals."""
+    return Mean(*(math.exp(x) for x in m[:3]), m.count)
+
+
+def _beside(plain: Panel | None, panel: Panel) -> str:
+    """How far batch sizes lie apart, beside the square-root rule."""
+    if plain is None or plain is panel:
+        return "–" if plain is None else "1"
+    m = _exponential(jackknife([*plain.runs, *panel.runs], lambda runs: _log_ratio(plain, panel, runs)))
+    return f"{m.mean:.2f} ({reading.interval(m, 2)})"
+
+
+def _log_ratio(one: Panel, other: Panel, runs: Sequence[Run]) -> float:
+    return math.log(_collapse(other, runs).across_batch / _collapse(one, runs).across_batch)
+
+
+def jackknife(runs: Sequence[Run], of: Callable[[Sequence[Run]], float]) -> Mean:
+    """A number with an interval from leaving out one seed at a time.
+
+    >>> runs = [Run("a", seed=s, final_loss=float(s)) for s in range(3)]
+    >>> m = jackknife(runs, lambda rs: float(np.mean([r.final_loss for r in rs])))
+    >>> same = reading.intervals.mean_interval([0.0, 1.0, 2.0])
+    >>> abs(m.low - same.low) < 1e-9, m.mean
+    (True, 1.0)
+    """
+    seeds = sorted({run.seed for run in runs})
+    n = len(seeds)
+    if n < 3:
+        return Mean(of(runs), math.nan, math.nan, 1)
+    left = [of([run for run in runs if run.seed != seed]) for seed in seeds]
+    # As pseudo-values, of which an ordinary interval is taken; their mean is the estimate less its bias.
+    whole = of(runs)
+    m = intervals.mean_interval([n * whole - (n - 1) * value for value in left])
+    return Mean(whole, m.low - m.mean + whole, m.high - m.mean + whole, n)
+
+
+# --- where curves part ------------------------------------------------------------------------------------------------
+
+
+def _range_finding(panels: Sequence[Panel]) -> list[Finding]:
+    """The collapse number as more and more of the larger batch sizes count."""
+    sizes = sorted({size for panel in panels for size in panel.found.batch_sizes})
+    ends = sizes[2:]
+    if len(ends) < 2:
+        return []
+    rows, reach = [], {}
+    for panel in panels:
+        cells: list[Any] = [panel.label]
+        for end in ends:
+            found = _collapse(panel, [run for run in panel.runs if run.batch_size <= end])
+            number = found.number if found is not None else math.nan
+            cells.append(reading.number(number, 2))
+            if number <= 1:
+                reach[panel.label] = end
+        rows.append(cells)
+    said = [f"{label} up to {end}" for label, end in sorted(reach.items(), key=lambda item: -item[1])]
+    text = (
+        f"Collapse numbers of the batch sizes from {sizes[0]} to ... At most 1, so that batch sizes differ no more than "
+        f"seeds do: {', '.join(said) or 'nowhere'}."
+    )
+    table = {"columns": ["rule", *(f"to {end}" for end in ends)], "rows": rows}
+    return [{"title": "How far each rule reaches", "text": text, "paper": _PAPER, "table": table, "plot": "collapse"}]
+
+
+def _where_finding(panels: Sequence[Panel]) -> Finding:
+    """The largest batch size against the smallest, along the run."""
+    shares = (0.2, 0.5, 1.0)
+    rows = []
+    for panel in panels:
+        low, high = panel.found.batch_sizes[0], panel.found.batch_sizes[-1]
+        cells: list[Any] = [panel.label]
+        for share in shares:
+            m = intervals.mean_interval(_gaps(panel, low, high, share * panel.found.last))
+            cells.append(f"{m.mean:+.3f} ({reading.interval(m, 3)})")
+        rows.append(cells)
+    sizes = panels[0].found.batch_sizes
+    text = (
+        f"Validation loss at batch size {sizes[-1]} less that at {sizes[0]}, seed by seed, at a fifth, a half and the end "
+        "of the run: above 0 the large batch is behind. A rule that is right early and wrong late, or the other way round, "
+        "shows here and not in the one number."
+    )
+    columns = ["rule", *(f"{share:.0%} of the examples" for share in shares)]
+    table = {"columns": columns, "rows": rows}
+    return {"title": "Where the curves part", "text": text, "table": table, "plot": "collapse"}
+
+
+def _gaps(panel: Panel, low: int, high: int, examples: float) -> list[float]:
+    def at(size: int) -> dict[Any, float]:
+        runs = [run for run in panel.runs if run.batch_size == size and run.finished]
+        return {r.seed: float(np.interp(examples, r.examples(r.evaluation[0]), r.evaluation[1])) for r in runs}
+
+    small, large = at(low), at(high)
+    return [large[seed] - small[seed] for seed in large if seed in small]
+
+
+# --- the exponent -----------------------------------------------------------------------------------------------------
+
+
+def _exponent_finding(runs: Sequence[Run]) -> list[Finding]:
+    """How the best rate follows the batch size, from the basins of those that were tuned."""
+    first = next((run.rule for run in runs), None)
+    rows, points = [], []
+    for size, of_size in sorted(reading.grouped([r for r in runs if r.rule == first], lambda r: r.batch_size).items()):
+        by_rate = reading.grouped([r for r in of_size if r.finished], lambda r: r.learning_rate)
+        # The best rate was run with more seeds than the others: compared are those that all have.
+        seeds = set.intersection(*({r.seed for r in group} for group in by_rate.values())) if by_rate else set()
+        losses = {rate: reading.final([r for r in group if r.seed in seeds]).mean for rate, group in by_rate.items()}
+        best = lowest(losses)
+        if best is not None:
+            points.append((math.log(size), math.log(best)))
+            grid = sorted(losses)
+            edge = min(losses, key=lambda r: losses[r]) in (grid[0], grid[-1])
+            rows.append([size, reading.number(best, 5), reading.number(min(losses.values())), "yes" if edge else "no"])
+    if len(points) < 2:
+        return []
+    x, y = np.asarray(points).T
+    slope = float(np.polyfit(x, y, 1)[0])
+    text = (
+        f"Each batch size tuned for itself, the best rate grows as B^{slope:.2f} between {rows[0][0]} and {rows[-1][0]} "
+        "(0.5: the square-root rule, 1: the linear one, 0: the constant one). The best rate is the minimum of a parabola "
+        "through the lowest point of the basin and its neighbours."
+    )
+    columns = ["batch size", "best rate", "loss at the best rate tried", "on the edge"]
+    table = {"columns": columns, "rows": rows}
+    title = f"The best rate grows as B^{slope:.2f}"
+    return [{"title": title, "text": text, "paper": "η ∝ √B.", "table": table, "plot": "basins"}]
+
+
+def lowest(losses: dict[float, float]) -> float | None:
+    """The minimum of a parabola, in the logarithm of the rate, through the best rate and its neighbours.
+
+    On an edge it is the best rate itself; None with fewer than three rates.
+
+    >>> round(lowest({1.0: 2.0, 2.0: 1.0, 4.0: 2.0}), 3), lowest({1.0: 1.0, 2.0: 2.0, 4.0: 3.0})
+    (2.0, 1.0)
+    """
+    grid = sorted(rate for rate, loss in losses.items() if math.isfinite(loss))
+    if len(grid) < 3:
+        return None
+    i = min(range(len(grid)), key=lambda j: losses[grid[j]])
+    if i in (0, len(grid) - 1):
+        return grid[i]
+    x = [math.log(rate) for rate in grid[i - 1 : i + 2]]
+    a, b, _ = np.polyfit(x, [losses[rate] for rate in grid[i - 1 : i + 2]], 2)
+    return math.exp(-b / (2 * a))
+
+
+STUDY = Study(
+    "sqrt_scaling",
+    stages,
+    analyse,
+    quick=[
+        "batch_sizes = [2, 8, 32]",
+        "rule = ['sqrt', 'linear']",
+        "rate_factors = [1.0, 2.0, 4.0]",
+        "seeds = [0, 1, 2]",
+    ],
+    quick_gin=["TRAIN_STEPS = 128", "WARMUP_STEPS = 16", "EVAL_PERIOD = 16", "EVAL_STEPS = 8"],
+)
