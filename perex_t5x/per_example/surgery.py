@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from perex_t5x.per_example import jaxprs, manual
+from perex_t5x.per_example import jaxprs, manual, stacking
 from perex_t5x.per_example.choice import reduce_at
 from perex_t5x.per_example.forms import MIXED_UNITS, Pre, Reduced, Reducer, Site, plus
 from perex_t5x.per_example.placement import Placement
@@ -316,7 +316,7 @@ def _enter_scan(
         counts = {i: (r.squares_N, r.positions_N) for i, r in reduced.items()}
         return (new_carry, totals_L), (results[num_carry:], raws, counts)
 
-    (carry, totals_L), (ys, raws, counts) = jax.lax.scan(
+    (carry, totals_L), (ys, raws, counts) = stacking.scan(
         step, (carry, initial_L), (xs, shifts_L, steps), length=p["length"], reverse=p["reverse"], unroll=p["unroll"]
     )
     y_flags = [bool(f) for f in seen["flags"]]
