@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\) -> .*\{$")
+_END = re.compile(r'\}(, execution_thread="[^"]*")?\s*')
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=]+) = ")
 _OPERAND = re.compile(r"%([^\s,(){}]+)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
@@ -87,7 +88,7 @@ def parse_computations(text: str) -> tuple[dict[str, Computation], str]:
     computations: dict[str, Computation] = {}
     entry, current = "", None
     for line in _logical_lines(text):
-        if line.rstrip() == "}":
+        if _END.fullmatch(line):
             current = None
         elif current is None:
             header = _HEADER.match(line)
@@ -110,7 +111,7 @@ def _logical_lines(text: str) -> Iterator[str]:
     """Lines of which none is the rest of the one before: what a kernel says of itself is written over several."""
     held = ""
     for line in text.splitlines():
-        if held and line and not line[:1].isspace() and line[:1] in '"}' and line.rstrip() != "}":
+        if held and line and not line[:1].isspace() and line[:1] in '"}' and not _END.fullmatch(line):
             held += line
             continue
         if held:
