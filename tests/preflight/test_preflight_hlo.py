@@ -1,10 +1,12 @@
 """Compiled programs of known content: loops, collectives, cycles."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from preflight_support import (
     PLATFORMS,
@@ -19,6 +21,7 @@ from preflight_support import (
 from perex_t5x.preflight import replica_groups
 from perex_t5x.preflight.chips import CHIPS
 from perex_t5x.preflight.hlo import Program
+from perex_t5x.preflight.topology import tpu_devices
 
 DATA = P(("replica", "data"))
 
@@ -250,3 +253,20 @@ def test_what_is_not_a_program():
         Program("hello")
     with pytest.raises(ValueError, match="not known"):
         replica_groups.parse_groups("replica_groups=?!", 4)
+
+
+@needs_libtpu
+def test_computations_on_the_sparse_core():
+    def looked_up(table, ids):
+        return jnp.tanh(table.at[ids].get(mode="clip"))
+
+    (device,) = tpu_devices("v6e:1x1")
+    place = SingleDeviceSharding(device)
+    table = jax.ShapeDtypeStruct((32768, 768), jnp.bfloat16, sharding=place)
+    ids = jax.ShapeDtypeStruct((8192,), jnp.int32, sharding=place)
+    text = jax.jit(looked_up).lower(table, ids).compile().as_text()
+    assert '}, execution_thread="sparsecore"' in text
+    program = Program(text)
+    names = [e.instruction.name for e in program.executed(fusions=True)]
+    assert len(names) == len(set(names)) and program.cycles() > 0
+    assert len(program.computations) == len(re.findall(r"^(?:ENTRY )?%.*\{$", text, re.MULTILINE))
