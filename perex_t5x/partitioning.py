@@ -15,12 +15,10 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import linen as nn
@@ -28,24 +26,10 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.per_example import collectives
+from perex_t5x.gathering import gather_by_spec
+from perex_t5x.mesh_axes import DATA_AXES, MESH_AXES, MeshAxes, names_of, only_axes
 
-MESH_AXES = ("replica", "data", "model")
-DATA_AXES = ("replica", "data")
-
-_NONE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-
-MeshAxes = str | tuple[str, ...] | None
 LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
-
-
-def names_of(axes: MeshAxes) -> tuple[str, ...]:
-    """Mesh axes as a tuple, however they are given.
-
-    >>> names_of("data"), names_of(("replica", "data")), names_of(None)
-    (('data',), ('replica', 'data'), ())
-    """
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def standard_logical_axis_rules(
@@ -162,7 +146,7 @@ def gather(
 ) -> jax.Array:
     """A parameter whole, in `dtype`, from the part of it that this device has; outside `PjitPartitioner.manual`, a cast.
 
-    An all-gather. Its gradient is a reduce-scatter in the parameter's own dtype, which each device receives its part of.
+    See `gathering.gather_by_spec`.
 
     Args:
       part: along the axes that are sharded over data axes.
@@ -176,98 +160,6 @@ def gather(
     spec, _ = partitioner.parameter_spec(names, shape)
     manual, automatic = partitioner.divided(spec)
     return gather_by_spec(part, manual, dtype, sent_as, partitioner.scatter_stages, automatic)
-
-
-def gather_by_spec(
-    part: jax.Array,
-    spec: PartitionSpec,
-    dtype: Any,
-    sent_as: Any = None,
-    stages: Mapping[str, tuple[int, ...]] = _NONE,
-    automatic: PartitionSpec | None = None,
-) -> jax.Array:
-    """`gather` for a parameter whose sharding is known.
-
-    Args:
-      part, dtype, sent_as: as in `gather`.
-      spec: over manual axes alone: of what devices have parts.
-      stages: `PjitPartitioner.scatter_stages`.
-      automatic: its sharding over the other axes.
-    """
-    sharded = tuple((i, axes) for i, axes in enumerate(spec) if axes)
-    if not sharded:
-        return part.astype(dtype)
-    how = (sharded, tuple(stages.items()), automatic, jnp.dtype(dtype), jnp.dtype(sent_as or dtype), part.dtype)
-    return _gathered(part, *how)
-
-
-def only_axes(spec: PartitionSpec, wanted: Sequence[str]) -> PartitionSpec:
-    """A sharding with those mesh axes alone.
-
-    >>> tuple(only_axes(PartitionSpec(None, "data", "model"), ("replica", "data")))
-    (None, 'data', None)
-    """
-
-    def only(axes: MeshAxes) -> MeshAxes:
-        found = tuple(a for a in names_of(axes) if a in wanted)
-        return found[0] if len(found) == 1 else found or None
-
-    return PartitionSpec(*map(only, spec))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5, 6))
-def _gathered(
-    part: jax.Array, sharded: tuple, stages: tuple, automatic: Any, dtype: Any, sent_as: Any, own_dtype: Any
-) -> jax.Array:
-    def gather(x: jax.Array) -> jax.Array:
-        for i, axes in sharded:
-            x = jax.lax.all_gather(x, axes, axis=i, tiled=True)
-        return x
-
-    return _on_parts(gather, automatic)(part.astype(sent_as)).astype(dtype)
-
-
-def _on_parts(
-    function: Callable[[jax.Array], jax.Array], spec: PartitionSpec | None
-) -> Callable[[jax.Array], jax.Array]:
-    """The function with further axes manual: XLA would make its collectives' operands whole along automatic ones."""
-    names = {a for axes in spec or () for a in names_of(axes)}
-    if not names:
-        return function
-    return jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False)
-
-
-def _gathered_forward(part: jax.Array, *how: Any) -> tuple[jax.Array, None]:
-    return _gathered(part, *how), None
-
-
-def _gathered_backward(
-    sharded: tuple,
-    stages: tuple,
-    automatic: Any,
-    dtype: Any,
-    sent_as: Any,
-    own_dtype: Any,
-    _: None,
-    whole: jax.Array,
-) -> tuple[jax.Array]:
-    def scatter(x: jax.Array) -> jax.Array:
-        for i, axes in reversed(sharded):
-            one = isinstance(axes, str)
-            x = collectives.scatter_over(
-                x, (axes,) if one else axes, i, stages=dict(stages).get(axes, ()) if one else ()
-            )
-        return x
-
-    return (_on_parts(scatter, automatic)(whole.astype(own_dtype)),)
-
-
-_gathered.defvjp(_gathered_forward, _gathered_backward)
-
-
-def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy for `jax.checkpoint`: parameters are gathered again in the backward pass, the rest is kept."""
-    return primitive.name not in ("all_gather", "shard_map")
 
 
 def _mesh_shape(

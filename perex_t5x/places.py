@@ -8,7 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from perex_t5x.partitioning import PjitPartitioner, gather_by_spec, names_of, path_name
+from perex_t5x.gathering import gather_by_spec
+from perex_t5x.mesh_axes import names_of
+from perex_t5x.partitioning import PjitPartitioner, path_name
 from perex_t5x.per_example.arguments import parameter_filter
 
 
