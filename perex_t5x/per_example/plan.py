@@ -110,6 +110,28 @@ class Plan:
     deferred: set[int]  # ids of equations that are not run for all examples
     needed: set[core.Var]  # what must be computed
 
+    def due(self, jaxpr: core.Jaxpr) -> dict[int, list[int]]:
+        """Number of equations -> the results that can be reduced once so many have run, and not before."""
+        numbers = {id(eqn): count for count, eqn in enumerate(jaxpr.eqns, 1)}
+        made = {v: numbers[id(eqn)] for eqn in jaxpr.eqns for v in eqn.outvars}
+
+        def after(node: Node) -> int:
+            match node:
+                case Permuted(child=child) | Mapped(child=child) | Crossed(child=child):
+                    return after(child)
+                case Assembled(parts=parts):
+                    return max((after(child) for _, _, child in parts), default=0)
+                case Inside(eqn=eqn):
+                    return numbers[id(eqn)]
+                case Producer(leaves=leaves):
+                    return max((made.get(v, 0) for v in leaves), default=0)
+            return made.get(node.var, 0) if isinstance(node.var, core.Var) else 0
+
+        found: dict[int, list[int]] = {}
+        for index, node in self.nodes.items():
+            found.setdefault(after(node), []).append(index)
+        return found
+
 
 def size(v: Any) -> int:
     return math.prod(v.aval.shape)

@@ -102,11 +102,22 @@ def run(
     def read(v: Any) -> tuple[Any, bool]:
         return (v.val, False) if isinstance(v, core.Literal) else env[v]
 
-    for eqn in jaxpr.eqns:
-        if id(eqn) in plan.deferred or not any(v in plan.needed for v in eqn.outvars):
-            continue
+    def after_sums(eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool]) -> Sequence[Any]:
+        """Has a loop wait until sums that are on their way to other devices have left: they are whole until then."""
+        sent = [i for i, r in reductions.items() if r.over and r.form != "shared"]
+        batched = [i for i, flag in enumerate(flags) if flag]
+        if eqn.primitive.name != "scan" or not sent or not batched:
+            return values
+        raws, tied = jax.lax.optimization_barrier(([reductions[i].raw for i in sent], [values[i] for i in batched]))
+        for i, raw in zip(sent, raws, strict=True):
+            reductions[i] = dataclasses.replace(reductions[i], raw=raw)
+        later = dict(zip(batched, tied, strict=True))
+        return [later.get(i, v) for i, v in enumerate(values)]
+
+    def execute(eqn: core.JaxprEqn) -> None:
         values, flags = zip(*map(read, eqn.invars), strict=True) if eqn.invars else ((), ())
         if id(eqn) in entered:
+            values = after_sums(eqn, values, flags)
             enter = _ENTER.get(eqn.primitive.name, _enter_remat)
             outs, out_flags, reduced = enter(eqn, values, flags, entered[id(eqn)], reducer)
             inside.update(((id(eqn), i), r) for i, r in reduced.items())
@@ -144,7 +155,13 @@ def run(
                 return reducer.all_at_once(want.pre(value), form, note, want.initial, want.shift)
         raise AssertionError(node)
 
-    reductions = {i: reduce(node, wanted[i]) for i, node in plan.nodes.items()}
+    # Each as soon as it can be: what it is made of need not wait for the rest.
+    due = plan.due(jaxpr)
+    reductions = {i: reduce(plan.nodes[i], wanted[i]) for i in due.get(0, ())}
+    for count, eqn in enumerate(jaxpr.eqns, 1):
+        if id(eqn) not in plan.deferred and any(v in plan.needed for v in eqn.outvars):
+            execute(eqn)
+        reductions.update((i, reduce(plan.nodes[i], wanted[i])) for i in due.get(count, ()))
     results = [(None, False) if i in wanted else read(v) for i, v in enumerate(jaxpr.outvars)]
     return [r for r, _ in results], [f for _, f in results], reductions
 
@@ -317,7 +334,13 @@ def _enter_scan(
         return (new_carry, totals_L), (results[num_carry:], raws, counts)
 
     (carry, totals_L), (ys, raws, counts) = stacking.scan(
-        step, (carry, initial_L), (xs, shifts_L, steps), length=p["length"], reverse=p["reverse"], unroll=p["unroll"]
+        step,
+        (carry, initial_L),
+        (xs, shifts_L, steps),
+        length=p["length"],
+        reverse=p["reverse"],
+        unroll=p["unroll"],
+        late=lambda: any(r.over for r in seen["reduced"].values()),  # each device's part of the sums: small stacks
     )
     y_flags = [bool(f) for f in seen["flags"]]
     ys = [None if y is None else jnp.moveaxis(y, 1, 0) if f else y for y, f in zip(ys, y_flags, strict=True)]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from loop_reference import SOME, STATISTICS, assert_matches, clipped, grouped, norms, row, single_gradients
 from test_memory import largest
@@ -663,3 +664,29 @@ def test_making_parameters_vary_twice():
     in_specs = (WHOLE, (ROWS, ROWS))
     with pytest.raises(ValueError, match="does so already.*Leave it out"):
         jax.shard_map(on_device, mesh=mesh(), in_specs=in_specs, out_specs=P())(params, batch)
+
+
+def test_sums_are_sent_before_the_loop_over_layers_begins():
+    """A device's sums of a gathered head are as large as the head; they should not stay while the layers are computed."""
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+    def loss(params, x_1xTxD):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x_1xTxD, params["layers"])
+        head = jax.lax.all_gather(params["head"], "data", axis=0, tiled=True)
+        return jnp.mean(jnp.square(x @ head))
+
+    def local(params, x):
+        found, _ = per_example.grad_statistics(loss, ("mean", "mean_square"), data_axes=("data",))(params, x)
+        return found.mean_square
+
+    specs = {"layers": P(), "head": P("data")}
+    run = jax.shard_map(local, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs, check_vma=False)
+    program = jax.make_jaxpr(run)({"layers": jnp.ones((3, 8, 8)), "head": jnp.ones((8, 32))}, jnp.ones((4, 5, 8)))
+    (body,) = [e.params["jaxpr"] for e in program.jaxpr.eqns if e.primitive.name == "shard_map"]
+    names = [eqn.primitive.name for eqn in body.eqns]
+    backward = [e for e in body.eqns if e.primitive.name == "scan" and e.params["reverse"]][-1]
+    barrier = names.index("optimization_barrier")
+    assert names.index("reduce_scatter") < barrier < body.eqns.index(backward)
+    sent = [v for e in body.eqns if e.primitive.name == "reduce_scatter" for v in e.outvars]
+    waits = body.eqns[barrier]
+    assert set(sent) <= set(waits.invars) and set(waits.outvars) & set(backward.invars)

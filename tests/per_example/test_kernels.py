@@ -1,6 +1,7 @@
 """The TPU kernels: on a CPU in Pallas' interpreter, against loops and XLA's form; and compiled for TPUs."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -353,6 +354,27 @@ def test_compiles_for_tpus(topology, monkeypatch):
     assert jax.default_backend() == "cpu"
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') >= 2
     assert kinds == {mesh.devices.flat[0].device_kind} and kinds <= set(tiles._CHIPS)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("precision", "dtype"), [(None, "bf16"), (jax.lax.Precision.HIGHEST, "f32")])
+def test_factors_are_written_as_the_matrix_units_take_them(precision, dtype, monkeypatch):
+    """As for XLA's own products: float32 factors at default precision are bfloat16 in memory."""
+    monkeypatch.undo()
+    mesh = mesh_of(tpu_devices("v5e:2x2"))
+
+    def loss(w, x_1xTxI):
+        return jnp.sum(jnp.square(jnp.tanh(jnp.einsum("bti,ij->btj", jnp.tanh(x_1xTxI), w, precision=precision))))
+
+    def local(w, x):
+        return per_example.grad_statistics(loss, ("mean", "mean_square"))(w, x)[0].mean_square
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(mesh.axis_names)), out_specs=P(), check_vma=False)
+    place = lambda spec, *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))  # noqa: E731
+    lowered = jax.jit(run).lower(place(P(), 256, 512), place(P(mesh.axis_names), 16, 128, 256))
+    (kernel,) = [line for line in lowered.compile().as_text().splitlines() if '"tpu_custom_call"' in line]
+    operands = kernel.partition("operand_layout_constraints=")[2]
+    assert re.findall(r"(\w+)\[\d+,128,\d+\]", operands) == [dtype] * 2
 
 
 @needs_libtpu

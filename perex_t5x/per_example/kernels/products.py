@@ -55,6 +55,8 @@ def sums_of_products(
       precision: of the product.
       interpret: as in `pallas_call`: True runs the kernel on a CPU, slowly.
     """
+    if not interpret:  # who makes them may then write bfloat16 at once
+        s_NxTxI, r_NxTxJ = (x.astype(rounded_to(x.dtype, precision)) for x in (s_NxTxI, r_NxTxJ))
     padding = padded_length(s_NxTxI.shape[1]) - s_NxTxI.shape[1]
     if padding:  # zeros add nothing
         s_NxTxI, r_NxTxJ = (jnp.pad(x, ((0, 0), (0, padding), (0, 0))) for x in (s_NxTxI, r_NxTxJ))
@@ -101,6 +103,17 @@ def sums_of_products(
         cost_estimate=_cost(s_NxTxI, r_NxTxJ, grid, num_sums, bool(initial)),
     )(*scalars, s_NxTxI, r_NxTxJ, *initial)
     return list(out[:num_sums]), jnp.sum(out[-1], axis=(0, 1, 3, 4)) if norms else None
+
+
+def rounded_to(dtype: Any, precision: Any) -> Any:
+    """To what a TPU's matrix units round the factors of a product: at default precision, float32 to bfloat16.
+
+    >>> rounded_to(jnp.dtype("float32"), None), rounded_to(jnp.dtype("float32"), jax.lax.Precision.HIGHEST)
+    (dtype(bfloat16), dtype('float32'))
+    """
+    pair = precision if isinstance(precision, tuple) else (precision, precision)
+    is_default = all(p is None or p == jax.lax.Precision.DEFAULT for p in pair)
+    return jnp.dtype(jnp.bfloat16) if is_default and dtype == jnp.float32 else dtype
 
 
 def _cost(s_NxTxI: jax.Array, r_NxTxJ: jax.Array, grid: tuple[int, ...], num_sums: int, adds: bool) -> pl.CostEstimate:

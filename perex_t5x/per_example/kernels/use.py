@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 from perex_t5x.per_example import jaxprs, manual
 from perex_t5x.per_example.forms import Reducer, at_least_f32
 from perex_t5x.per_example.kernels import tiles
-from perex_t5x.per_example.kernels.products import sums_of_products
+from perex_t5x.per_example.kernels.products import rounded_to, sums_of_products
 
 if TYPE_CHECKING:
     from perex_t5x.per_example.dense import Product
@@ -210,5 +210,5 @@ def _matrix(product: Product) -> tuple[int, int]:
 
 def _tile(reducer: Reducer, product: Product, rows: int, columns: int, has_initial: bool) -> tiles.Tile | None:
     length = math.prod(product.left.shape[1 + i] for i in product.contracted[0])
-    itemsize = product.left.dtype.itemsize
+    itemsize = rounded_to(product.left.dtype, product.eqn.params["precision"]).itemsize
     return tiles.choose(rows, columns, length, itemsize, len(reducer.statistics), has_initial, tiles.device_kind())
