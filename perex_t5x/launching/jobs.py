@@ -27,6 +27,7 @@ class Job:
       arguments: after `python`: ('-m', 'perex_t5x.train', '--gin_file=...', ...).
       model_dir: where it writes; gs://... or an absolute path.
       batch_size, train_steps: of a training; 0 for others.
+      group: the same for jobs that differ in nothing but learning rate and seed.
 
     >>> Job("a", ("-m", "perex_t5x.train"), "gs://bucket/a").argv("python3")
     ['python3', '-m', 'perex_t5x.train']
@@ -37,9 +38,19 @@ class Job:
     model_dir: str
     batch_size: int = 0
     train_steps: int = 0
+    group: str = ""
 
     def argv(self, python: str | None = None) -> list[str]:
         return [python or sys.executable, *self.arguments]
+
+    @property
+    def module(self) -> str:
+        return self.arguments[1] if self.arguments[:1] == ("-m",) else ""
+
+    @property
+    def gin_arguments(self) -> list[str]:
+        """Those that give it its Gin files and bindings."""
+        return [a for a in self.arguments if a.startswith(("--gin_file=", "--gin_bindings=", "--gin_search_paths="))]
 
 
 @dataclass(frozen=True)
@@ -134,7 +145,7 @@ def _sweep(args: Any, flags: Sequence[str]) -> Work:
         files = tuple(travelling.add(name) for name in run.files)
         over_there = dataclasses.replace(run, files=files, search_paths=_search_paths(travelling))
         arguments = tuple(over_there.command(root, "python")[1:])
-        jobs.append(Job(run.name, arguments, run.folder(root), run.batch_size, run.train_steps))
+        jobs.append(Job(run.name, arguments, run.folder(root), run.batch_size, run.train_steps, run.group))
     doubles = {name: first for name, first in first_of.items() if name != first}
     return Work(sweep.name, root, tuple(jobs), plan.described(), doubles, travelling.found, *_topology())
 
