@@ -125,7 +125,8 @@ def flag_values(monkeypatch):
 
 
 RUN = ("--gin_file=models/nano.gin", "--gin_file=runs/pretrain.gin",
-       "--gin_bindings=MIXTURE_OR_TASK_NAME = 'python_stdlib_lm'", "--gin_bindings=TASK_FEATURE_LENGTHS = {'targets': 32}", "--gin_bindings=TRAIN_STEPS = 10")  # fmt: skip
+       "--gin_bindings=MIXTURE_OR_TASK_NAME = 'python_stdlib_lm'",
+       "--gin_bindings=TASK_FEATURE_LENGTHS = {'targets': 32}", "--gin_bindings=TRAIN_STEPS = 10")  # fmt: skip
 
 
 def test_a_single_run(flag_values):
