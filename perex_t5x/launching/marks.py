@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -38,6 +40,21 @@ def read_one(model_dir: str) -> dict[str, Any] | None:
         return json.loads((epath.Path(model_dir) / FILE).read_text())
     except (FileNotFoundError, ValueError):
         return None
+
+
+def keep_log(job: Job, path: str, most: int = 10_000_000) -> None:
+    """Copies the end of a job's log into its folder: the host may be gone soon. A log is not worth a run."""
+    from etils import epath
+
+    try:
+        with open(path, "rb") as f:
+            f.seek(max(0, os.path.getsize(path) - most))
+            said = f.read()
+        folder = epath.Path(job.model_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "log.txt").write_bytes(said)
+    except Exception as e:
+        print(f"the log was not copied: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
 
 
 def write(job: Job, mark: Mapping[str, Any]) -> None:

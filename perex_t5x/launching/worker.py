@@ -93,6 +93,8 @@ class _Worker:
             _say(f"job {i} of {len(self._work.jobs)}: {job.name}")
             begun = time.monotonic()
             status, said = self._run(job)
+            if self._writer:
+                marks.keep_log(job, self._log(job))
             if self._asked is not None or status == cli.EXIT_INTERRUPTED:
                 _say(f"{job.name}: stopped")
                 return cli.EXIT_INTERRUPTED
