@@ -148,8 +148,8 @@ def _run(argv: tuple[str, ...], timeout: float | None, input: str | None, cwd: s
     return Completed(argv, process.returncode, out, err)
 
 
-def end(process: subprocess.Popen, grace: float = 5.0) -> None:
-    """Ends a process and those it has started: asked first, then killed."""
+def end(process: subprocess.Popen, grace: float = 5.0, close: bool = True) -> None:
+    """Ends a process and those it has started: asked first, then killed. `close=False`: a thread reads its streams."""
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
@@ -157,6 +157,6 @@ def end(process: subprocess.Popen, grace: float = 5.0) -> None:
             process.wait(patience)
             break
     for stream in (process.stdin, process.stdout, process.stderr):
-        if stream is not None:
+        if stream is not None and close:
             with contextlib.suppress(OSError):
                 stream.close()

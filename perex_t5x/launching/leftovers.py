@@ -23,6 +23,7 @@ from typing import Any
 from perex_t5x.launching.commands import Commands
 
 _GONE = r"NOT_FOUND|not ?found|could not be found|404"
+_NOT_GONE = rf"(?is)\A(?!.*({_GONE}))"  # worth another try
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -62,7 +63,7 @@ class Leftovers:
 
     def _deleted(self, delete: Sequence[str]) -> bool:
         try:
-            done = self._commands.run(delete, check=False, retries=2, timeout=1800)
+            done = self._commands.run(delete, check=False, retries=2, retry_on=[_NOT_GONE], timeout=1800)
         except (Exception, KeyboardInterrupt):  # a second Ctrl-C: then it is named
             return False
         return done.returncode == 0 or re.search(_GONE, done.stderr, re.IGNORECASE) is not None

@@ -36,6 +36,10 @@ class Cloud:
         begin += f"cloud = {str(self.folder)!r}\nhost = os.environ['PEREX_T5X_HOST']\n"
         begin += f"print('hello of {name} on', host, flush=True)\n"
         begin += f"open(cloud + '/ran', 'a').write('{name}' + host + ' ')\n"
+        # As real jobs do, it waits for the other host, however late that starts.
+        begin += f"ran = lambda n: open(cloud + '/ran').read().split().count('{name}' + n)\n"
+        begin += "end = time.monotonic() + 20\n"
+        begin += "while ran('0') != ran('1') and time.monotonic() < end: time.sleep(0.05)\n"
         return {"name": name, "arguments": ["-c", begin + code, *more], "model_dir": str(here)}
 
     def work(self, *jobs, **more):

@@ -103,13 +103,11 @@ class Follower:
                 sys.stdout.buffer.write(line)
                 sys.stdout.buffer.flush()
         finally:
-            end(process, grace=2)
+            end(process, grace=2, close=False)
 
 
 def _read(stream: IO[bytes], lines: queue.Queue[bytes | None]) -> None:
-    try:
+    with stream:
         for line in iter(stream.readline, b""):
             lines.put(line)
-    except (OSError, ValueError):  # closed meanwhile
-        pass
     lines.put(None)
