@@ -13,8 +13,8 @@ import pytest
 from gcloud_support import ROOT, Cloud, finished
 
 PREEMPTS_ONCE = """
-if not os.path.exists(here + '/checkpoint_5'):
-    os.makedirs(here + '/checkpoint_5', exist_ok=True)
+if not os.path.exists(here + '/checkpoint_5/' + host):
+    os.makedirs(here + '/checkpoint_5/' + host)
     if host == '0':
         open(cloud + '/preempt', 'w')
     time.sleep(60)
