@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ from perex_t5x.launching.jobs import Job, Work
 
 EXIT_SOME_FAILED = 3
 EXIT_BUSY = 4
+# Processes that did not find each other in time: no slip of the configuration, though it has the same status.
+_MISSED = re.compile(r"found no way to the coordinator|of \d+ processes came within")
 _KEPT = 200_000  # of a job's last words
 
 
@@ -101,7 +104,7 @@ class _Worker:
             mark = _mark(job, status, said, self._log(job), single=self._work.sweep is None)
             if mark is None:
                 _say(f"{job.name}: {processes.reason(status, said, self._log(job))}")
-                return cli.EXIT_CONFIG if status == cli.EXIT_CONFIG else cli.EXIT_ERROR
+                return cli.EXIT_CONFIG if status == cli.EXIT_CONFIG and not _MISSED.search(said) else cli.EXIT_ERROR
             _say(f"{job.name}: {mark['status']}{': ' if mark['error'] else ''}{mark['error']}")
             failed += mark["status"] != "done"
             if self._writer:
@@ -144,7 +147,7 @@ def _mark(job: Job, status: int, said: str, log: str, single: bool) -> dict[str,
         return {"status": "done", "error": "", "exit": 0}
     if (why := processes.diverged(status, said)) is not None:
         return {"status": "failed", "error": why, "exit": status}
-    if status == cli.EXIT_CONFIG and not single:
+    if status == cli.EXIT_CONFIG and not single and not _MISSED.search(said):
         return {"status": "failed", "error": processes.reason(status, said, log), "exit": status}
     return None
 

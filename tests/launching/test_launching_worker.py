@@ -74,6 +74,14 @@ def test_a_single_runs_slip_ends_with_2(tmp_path):
     assert process.returncode == 2
 
 
+@pytest.mark.parametrize("sweep", [True, False])
+def test_processes_that_miss_each_other_are_started_again(tmp_path, sweep):
+    said = "ERROR: only 3 of 4 processes came within 300 s; missing: process 2."
+    process = start(tmp_path, [job(tmp_path, "a", f"print({said!r}); sys.exit(2)")], sweep=sweep)
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+
+
 def test_only_the_first_host_writes(tmp_path):
     process = start(tmp_path, [job(tmp_path, "a", "")], index="3")
     process.communicate(timeout=60)
