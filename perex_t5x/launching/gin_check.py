@@ -48,6 +48,7 @@ def _slip(job: Job) -> str | None:
     from perex_t5x.experiments import configuration
     from perex_t5x.experiments.runs import Run
 
+    _configure_data(job)
     sys.modules["__main__"].train = train_script.train  # ported files say `import __main__ as train_script`
     values = {name: tuple(_values(job, name)) for name in ("gin_file", "gin_bindings", "gin_search_paths")}
     paths = tuple(p for v in values["gin_search_paths"] for p in v.split(","))
@@ -59,6 +60,17 @@ def _slip(job: Job) -> str | None:
         return None
     run = Run(job.name, {}, values["gin_file"], values["gin_bindings"], (), job.batch_size, None, job.train_steps, 0, 0)
     return configuration._dry_run(Run(**{**run.__dict__, "search_paths": paths}))
+
+
+def _configure_data(job: Job) -> None:
+    """As `cli` does it for the job's own process."""
+    import seqio
+
+    for folder in _values(job, "tfds_data_dir"):
+        os.environ["TFDS_DATA_DIR"] = folder
+        seqio.set_tfds_data_dir_override(folder)
+    for folders in _values(job, "seqio_additional_cache_dirs"):
+        seqio.add_global_cache_dirs(folders.split(","))
 
 
 def _values(job: Job, flag: str) -> list[str]:

@@ -36,6 +36,9 @@ def define_flags() -> None:
     )
     flags.DEFINE_string("reservation", None, "Take the slices from this reservation.")
     flags.DEFINE_bool("skip_preflight", False, "Do not compile the step for the slices first.")
+    flags.DEFINE_bool(
+        "skip_gin_check", False, "Do not build the runs here first: for data that only the hosts can read."
+    )
     flags.DEFINE_bool("yes", False, "Do not ask.")
     flags.DEFINE_bool("keep", False, "Delete nothing at the end or after a failure; what is left is named.")
     flags.DEFINE_float("price_per_chip_hour", None, "In USD, in place of the list price.")
@@ -71,6 +74,7 @@ class Request:
     max_restarts: int
     with_package: tuple[str, ...]
     dry_run: bool
+    skip_gin_check: bool = False
 
     @classmethod
     def from_flags(cls, args: Any, with_work: bool = True, needs_slice: bool = True) -> Request:
@@ -118,6 +122,7 @@ class Request:
             max_restarts=args.max_restarts,
             with_package=tuple(args.with_package),
             dry_run=args.dry_run,
+            skip_gin_check=args.skip_gin_check,
         )
 
     def located(self, commands: Commands) -> Request:
