@@ -98,7 +98,7 @@ class _Worker:
             status, said = self._run(job)
             if self._writer:
                 marks.keep_log(job, self._log(job))
-            if self._asked is not None or status == cli.EXIT_INTERRUPTED:
+            if status == cli.EXIT_INTERRUPTED or (self._asked is not None and status != 0):
                 _say(f"{job.name}: stopped")
                 return cli.EXIT_INTERRUPTED
             mark = _mark(job, status, said, self._log(job), single=self._work.sweep is None)
