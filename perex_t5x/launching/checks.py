@@ -74,8 +74,9 @@ def preflight(request: Request, commands: Commands) -> estimate.Estimate:
     if not request.skip_preflight and all(job.module == "perex_t5x.train" for job in jobs):
         chosen = largest_batches(jobs)
         compiled = {job.name: job for job in chosen.values()}
-        say(f"compiling {len(compiled)} step(s) for {request.slices} x {kind.topology}; this takes minutes")
-        if len(compiled) < len(jobs):
+        if not commands.dry_run:
+            say(f"compiling {len(compiled)} step(s) for {request.slices} x {kind.topology}; this takes minutes")
+        if len(compiled) < len(jobs) and not commands.dry_run:
             say("of runs with the same Gin files the one with the largest batch; the others are scaled from it")
         found = {name: _preflight_one(request, job, commands) for name, job in compiled.items()}
         for job in jobs:

@@ -12,9 +12,17 @@ from absl import app, flags
 from perex_t5x import cli, console, gin_utils
 from perex_t5x.errors import ConfigError, TrainingError
 
+_SHOWN = ("perex_t5x.launching.request", "perex_t5x.experiments.command", "perex_t5x.cli")
 
-def run(function: Callable[[Any, list[str]], int | None], usage: str | None, argv: Sequence[str] | None = None) -> None:
+
+def run(
+    function: Callable[[Any, list[str]], int | None],
+    usage: str | None,
+    argv: Sequence[str] | None = None,
+    module: str = "",
+) -> None:
     """Runs `function(flags, words)` as a command and ends with its status; `words` are the arguments that are no flags.
+    `module` is the one that defines the launcher's own flags.
 
     Exit status: 0 done; 2 a slip, before anything was created; 1 it could not go on; 130 stopped by Ctrl-C or SIGTERM.
     The notes of an exception, such as what `Leftovers` could not delete, are the last lines of stderr.
@@ -28,6 +36,9 @@ def run(function: Callable[[Any, list[str]], int | None], usage: str | None, arg
         console.set_up(everything=flags.FLAGS.alsologtostderr)
         sys.exit(guarded(lambda: function(flags.FLAGS, list(words[1:]))))
 
+    for name in (module, *_SHOWN):  # by --help
+        for flag in flags.FLAGS.get_flags_for_module(name):
+            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     try:
         args = rewritten(gin_utils.rewrite_gin_args(sys.argv if argv is None else argv))
     except ConfigError as e:

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.DEFINE_multi_string(
         "create_flag", [], "Goes to `queued-resources create`, such as --create_flag=--network=n."
     )
-    program.run(_main, __doc__, argv)
+    program.run(_main, __doc__, argv, module=__name__)
 
 
 def _main(args: Any, words: list[str]) -> int:

@@ -45,7 +45,7 @@ def install(name: str, python: str | None = None) -> str:
     if python:
         missing = f"echo {shlex.quote(f'there is no {python} on this host')} >&2; exit 1"
     else:
-        missing = f"{apt} update; {apt} install python3.11 python3.11-venv; py=$(command -v python3.11)"
+        missing = f"{apt} update || true; {apt} install python3.11 python3.11-venv; py=$(command -v python3.11)"
     wheel = shlex.quote(f"./{package.WHEEL}[tpu]")
     return "; ".join(
         [
