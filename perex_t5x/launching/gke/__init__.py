@@ -1,0 +1,1 @@
+"""JobSets on Google Kubernetes Engine."""
