@@ -139,7 +139,9 @@ def warnings(events: Iterable[Mapping[str, Any]], jobset: str, most: int = 5) ->
         event
         for event in events
         if event.get("type") == "Warning"
-        and (event["involvedObject"]["name"] == jobset or event["involvedObject"]["name"].startswith(f"{jobset}-slice-"))
+        and (
+            event["involvedObject"]["name"] == jobset or event["involvedObject"]["name"].startswith(f"{jobset}-slice-")
+        )
     ]
     own.sort(key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "")
     return [f"{e['involvedObject']['name']}: {e.get('reason', '')}: {e.get('message', '')}" for e in own[-most:]]
