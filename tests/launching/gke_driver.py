@@ -15,7 +15,8 @@ def made(args):
         jobs.Job(f"run{n}", ("-m", "perex_t5x.train", *args.gin_bindings), f"{root}/runs/run{n}")
         for n in range(int(os.environ.get("RUNS", "1")))
     ]
-    return jobs.Work(root.rpartition("/")[2], root, tuple(runs), {}, json.loads(os.environ.get("GIN_FILES", "{}")))
+    gin_files = json.loads(os.environ.get("GIN_FILES", "{}"))
+    return jobs.Work(root.rpartition("/")[2], root, tuple(runs), sweep={}, gin_files=gin_files)
 
 
 jobs.make = made

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from perex_t5x.errors import ConfigError, did_you_mean
-from perex_t5x.launching import names, program, request
+from perex_t5x.launching import checks, names, program, request
 from perex_t5x.launching.commands import Commands
 from perex_t5x.launching.gke import asking, creating, following, looking, options
 from perex_t5x.launching.gke import checks as cluster_checks
@@ -79,18 +81,31 @@ def _planned(args: Any) -> tuple[Request, list[options.Planned]]:
 
 def _check(asked: Request, cluster: Cluster, plans: list[options.Planned]) -> None:
     """What all launchers look at before they create anything, and the confirmation."""
-
-
-def _facts(cluster: Cluster, plans: list[options.Planned]) -> list[str]:
-    """For the confirmation."""
+    commands = cluster.commands
+    _check_bucket(asked, commands)
+    checks.check_gin(asked, commands)
+    cost = checks.preflight(asked, commands)
+    if (count := len(plans)) > 1:  # side by side: the same chip-hours in less time
+        cost = dataclasses.replace(cost, chips=cost.chips * count, hours=cost.hours and cost.hours / count)
     shape = plans[0].shape
-    many = f"{len(plans)} JobSets" if len(plans) > 1 else f"JobSet {shape.name}"
-    return [
-        f"cluster   {cluster.context or '(the current one)'}, namespace {cluster.namespace}",
-        f"creates   {many} of {shape.slices} × {shape.hosts} pods with {shape.chips_per_host} chips"
-        + (f", queue {shape.queue}" if shape.queue else ""),
-        f"image     {shape.image}",
-    ]
+    where = (
+        f"cluster {cluster.context or '(the current one)'}, namespace {cluster.namespace}: "
+        + (f"{count} JobSets side by side, each of " if count > 1 else f"JobSet {shape.name} of ")
+        + f"{shape.slices} x {shape.hosts} pods with {shape.chips_per_host} chips"
+        + (f", in the queue {shape.queue}" if shape.queue else "")
+    )
+    checks.confirm(checks.summary(asked, cost, f"that of the image {shape.image}", where), asked)
+
+
+def _check_bucket(asked: Request, commands: Commands) -> None:
+    """gcloud is not needed for anything else here: without it, or a project, the bucket is taken to be there."""
+    project = asked.project
+    if not commands.dry_run and not project and shutil.which("gcloud"):
+        project = commands.read(["gcloud", "config", "get-value", "project"], check=False)
+    if project and project != "(unset)" and (commands.dry_run or shutil.which("gcloud")):
+        checks.bucket(dataclasses.replace(asked, project=project), commands)
+    elif not commands.dry_run:
+        _say("note: whether the bucket exists is not known: there is no gcloud here, or no --project.")
 
 
 def _offer(error: creating.AlreadyRunningError, cluster: Cluster, asked: Request, args: Any) -> int:
