@@ -1,15 +1,13 @@
 #!/usr/bin/env python3
-"""JobSets on Google Kubernetes Engine; see --help and docs/launch_gke.md."""
+"""See perex_t5x/launching/gke/command.py, or --help, and docs/launch_gke.md."""
 
 import sys
 from pathlib import Path
 
-try:
-    import perex_t5x  # noqa: F401
-except ModuleNotFoundError:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+root = Path(__file__).resolve().parent.parent
+sys.path[:] = [str(root), *(p for p in sys.path if Path(p or ".").resolve() != root / "launch")]
 
-from perex_t5x.launching import gke
+from perex_t5x.launching.gke import command  # noqa: E402
 
 if __name__ == "__main__":
-    gke.main()
+    command.main()

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-from perex_t5x.launching import gke, jobs
+from perex_t5x.launching import jobs
 from perex_t5x.launching.gke import command
 
 
@@ -21,4 +21,4 @@ def made(args):
 
 jobs.make = made
 command._check = lambda *_: print("checked", file=sys.stderr)
-gke.main()
+command.main()

@@ -359,6 +359,20 @@ def test_hostile_bindings_and_files_arrive_literally(cluster):
     assert "$(" not in json.dumps(jobset)  # Kubernetes would replace it
 
 
+def test_collect_asks_the_cluster_what_ran(cluster):
+    assert cluster.run("--name=sqrt", "--jobsets=2", RUNS="3").returncode == 0
+    gcloud = cluster.folder / "gcloud"
+    gcloud.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {cluster.folder}/gcloud.txt\n')
+    gcloud.chmod(0o755)
+    path = f"{cluster.folder}:{cluster.environment()['PATH']}"
+    done = cluster.run("collect", "--name=sqrt", "--out=here", PATH=path)
+    assert done.returncode == 0, done.stderr
+    assert (cluster.folder / "gcloud.txt").read_text().splitlines()[-2:] == ["gs://bucket/sweeps/sqrt", "here"]
+    jobs = json.loads((cluster.folder / "here/.launch/sqrt/jobs.json").read_text())["jobs"]
+    assert sorted(job["name"] for job in jobs) == ["run0", "run1", "run2"]
+    assert cluster.run("collect", "--name=other", "--out=here", PATH=path).returncode == 2
+
+
 def test_list_and_stop_all(cluster):
     assert "nothing of ours" in cluster.run("list").stdout
     for name in ("one", "two"):

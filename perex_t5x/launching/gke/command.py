@@ -1,8 +1,26 @@
-"""The command launch/gke.py: which words do what."""
+"""Runs a training or a sweep as JobSets on Google Kubernetes Engine: launch/gke.py COMMAND --flags
+
+    launch/gke.py --sweep=sweeps/sqrt_lr.gin --dir=gs://bucket/sweeps/sqrt --topology=v5e:16x16 --image=IMAGE
+    launch/gke.py manifest --gin_file=... --gin.MODEL_DIR=gs://bucket/run --topology=v5e-16 --image=IMAGE --out=run.yaml
+
+    launch    (default) checks everything, creates the JobSets, follows them
+    manifest  writes what `launch` would create, to --out or stdout
+    follow    follows a launch: --name=...
+    status    says how far a launch is, and why pods do not come up: --name=...
+    collect   brings metrics, logs and results here, to --out or launches/<name>: --name=...
+    stop      stops a launch, which saves, and deletes it: --name=..., or --all; the same as delete
+    list      lists all launches of the namespace
+
+Where: --context, --namespace, --queue, --priority, --service_account, --spot, --reservation. How many: --slices, --jobsets.
+--dry_run prints every command and runs none. See docs/launch_gke.md.
+
+Exit status: 0 done; 2 a slip; 3 some runs of the sweep failed for good; 1 anything else; 130 no longer following.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -12,32 +30,19 @@ from typing import Any
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.launching import checks, names, program, request
 from perex_t5x.launching.commands import Commands
-from perex_t5x.launching.gke import asking, creating, following, looking, options
+from perex_t5x.launching.gke import asking, collecting, creating, following, looking, options
 from perex_t5x.launching.gke import checks as cluster_checks
 from perex_t5x.launching.gke.cluster import Cluster, connected
 from perex_t5x.launching.gke.text import as_yaml
 from perex_t5x.launching.leftovers import Leftovers
 from perex_t5x.launching.request import Request
 
-USAGE = """JobSets on GKE: ./launch/gke.py [COMMAND] --sweep=... --dir=gs://... --topology=v5e:16x16 --image=...
-
-launch    (default) checks everything, creates the JobSets, follows them
-manifest  writes what `launch` would create, to --out or stdout
-follow    follows a launch: --name=...
-status    says how far a launch is, and why pods do not come up: --name=...
-stop      stops a launch, which saves, and deletes it: --name=..., or --all
-list      lists all launches of the namespace
-
-See docs/launch_gke.md. Exit status: 0 done; 2 a slip; 3 some runs of the sweep failed for good; 1 anything else; 130 no
-longer following.
-"""
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Does not return."""
     request.define_flags()
     options.define_flags()
-    program.run(_main, USAGE, argv)
+    program.run(_main, __doc__, argv)
 
 
 def _main(args: Any, words: list[str]) -> int:
@@ -46,6 +51,7 @@ def _main(args: Any, words: list[str]) -> int:
         "manifest": _manifest,
         "follow": _follow,
         "status": _status,
+        "collect": _collect,
         "stop": _stop,
         "delete": _stop,
         "list": _list,
@@ -140,6 +146,19 @@ def _follow(args: Any) -> int:
 
 def _status(args: Any) -> int:
     return looking.status(_cluster(args), _name(args))
+
+
+def _collect(args: Any) -> int:
+    if args.sweep or args.gin_file:
+        asked = Request.from_flags(args).in_bucket()
+        name, work, commands = asked.name, asked.work, Commands(args.dry_run)
+    else:
+        name, cluster = _name(args), _cluster(args)
+        if args.dry_run:
+            raise ConfigError("a dry run of `collect` needs the flags of the launch, --sweep or --gin_file too.")
+        work, commands = collecting.work_of(cluster, name), cluster.commands
+    collecting.collect(work, name, args.out or os.path.join("launches", name), commands)
+    return 0
 
 
 def _list(args: Any) -> int:

@@ -46,7 +46,7 @@ def define_flags() -> None:
     flags.DEFINE_bool(
         "host_network", False, "Pods on the nodes' own network: faster between slices, without Workload Identity."
     )
-    flags.DEFINE_string("out", None, "For `manifest`: the file; default: stdout.")
+    flags.DEFINE_string("out", None, "For `manifest` the file, default stdout; for `collect` the folder.")
     flags.DEFINE_bool("all", False, "For `stop`: every launch of the namespace.")
     flags.DEFINE_float("poll_seconds", 10, "For following: how often the cluster is asked.")
 
@@ -73,6 +73,8 @@ def planned(request: Request, args: Any) -> list[Planned]:
         raise ConfigError(
             "--image is not given: the container that the pods run. How to build one of this checkout: docs/launch_gke.md."
         )
+    if request.with_package:
+        raise ConfigError("--with_package: pods install nothing; build your packages into the --image.")
     count = args.jobsets
     if not 1 <= count <= len(work.jobs):
         raise ConfigError(f"--jobsets={count}: from 1 to {len(work.jobs)}, the number of runs.")
