@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import subprocess
 
 import pytest
 import yaml
@@ -41,6 +42,7 @@ SHAPES = {
     "reservation": changed(reservation="our-v5e"),
     "kueue": changed(queue="multislice-queue", priority="high"),
     "all": changed(service_account="perex", host_network=True, slices=16, namespace="team-a", max_restarts=0),
+    "not privileged": changed(privileged=False),
     "longest name": changed(name="a" * 40, group="a" * 40, slices=16),
 }
 
@@ -112,6 +114,20 @@ def test_one_job_a_slice_and_one_pod_a_host():
         "cloud.google.com/gke-tpu-accelerator": "tpu-v5-lite-podslice",
         "cloud.google.com/gke-tpu-topology": "16x16",
     }
+
+
+def test_slices_of_several_hosts_have_a_node_pool_to_themselves():
+    key = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+    assert made(V5E_256)["metadata"]["annotations"] == {key: "cloud.google.com/gke-nodepool"}
+    # Nodes of one pool, each a slice: several jobs may share it.
+    assert "annotations" not in made(SHAPES["one host"])["metadata"]
+
+
+def test_without_privileges_the_command_is_the_same_after_the_limit_is_raised():
+    command = pod_of(made(changed(privileged=False)))["containers"][0]["command"]
+    assert command[-len(COMMAND) :] == COMMAND
+    ran = subprocess.run([*command[:4], "printf", "%s|", "a b", "$(x)"], capture_output=True, text=True)
+    assert ran.stdout == "a b|$(x)|"
 
 
 def test_slices_are_told_of_each_other_and_a_single_one_is_not():

@@ -117,7 +117,7 @@ def _node_slips(cluster: Cluster, shape: Shape) -> list[str]:
             f"give --chips_per_host={min(offered)}, or no pod will ever find a node."
         ]
     pools = Counter(node["metadata"].get("labels", {}).get(NODE_POOL, "") for node in nodes)
-    whole = sum(count >= shape.hosts for count in pools.values())
+    whole = sum(count // shape.hosts for count in pools.values())
     if whole < shape.slices:
         _warn(
             f"the cluster has {whole} whole slices of {shape.accelerator} {shape.topology} now, {shape.slices} are asked "

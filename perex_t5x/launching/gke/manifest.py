@@ -18,6 +18,8 @@ ACCELERATOR, TOPOLOGY = "cloud.google.com/gke-tpu-accelerator", "cloud.google.co
 SPOT, RESERVATION = "cloud.google.com/gke-spot", "cloud.google.com/reservation-name"
 # A slip, and a sweep some of whose runs failed for good: starting again would end in the same way.
 FINAL_EXIT_CODES = (2, 3)
+# The TPU's driver locks memory, more than containers may by default.
+_RAISED = ("sh", "-c", 'ulimit -l 68719476736; exec "$@"', "sh")
 
 
 def jobset(shape: Shape, command: Sequence[str], paths: Sequence[str]) -> dict[str, Any]:
@@ -36,12 +38,12 @@ def jobset(shape: Shape, command: Sequence[str], paths: Sequence[str]) -> dict[s
             "name": shape.name,
             "namespace": shape.namespace,
             "labels": {**labels(shape), **queue},
-            # A slice is a node pool: no two jobs on one, no job on two.
-            "annotations": {EXCLUSIVE: NODE_POOL},
+            # A slice of several hosts is a node pool: no two jobs on one, no job on two. Of one host, it is a node.
+            **({"annotations": {EXCLUSIVE: NODE_POOL}} if shape.hosts > 1 else {}),
         },
         "spec": {
             "ttlSecondsAfterFinished": shape.ttl_seconds,
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "network": {"enableDNSHostnames": True},
             "failurePolicy": {
                 "maxRestarts": shape.max_restarts,
                 "rules": [
@@ -124,7 +126,8 @@ def _container(shape: Shape, command: Sequence[str]) -> dict[str, Any]:
     return {
         "name": CONTAINER,
         "image": shape.image,
-        "command": list(command),
+        "command": list(command) if shape.privileged else [*_RAISED, *command],
+        "securityContext": {"privileged": True} if shape.privileged else {"capabilities": {"add": ["SYS_RESOURCE"]}},
         "env": _environment(shape),
         # TPU runtime, JAX's coordinator, and the one between slices: for the reader, Kubernetes opens all.
         "ports": [{"containerPort": port} for port in (8471, 8482, *((8080,) if shape.slices > 1 else ()))],

@@ -46,6 +46,9 @@ def define_flags() -> None:
     flags.DEFINE_bool(
         "host_network", False, "Pods on the nodes' own network: faster between slices, without Workload Identity."
     )
+    flags.DEFINE_bool(
+        "privileged", True, "Privileged containers, as xpk's; --noprivileged where the cluster forbids them."
+    )
     flags.DEFINE_string("out", None, "For `manifest` the file, default stdout; for `collect` the folder.")
     flags.DEFINE_bool("all", False, "For `stop`: every launch of the namespace.")
     flags.DEFINE_float("poll_seconds", 10, "For following: how often the cluster is asked.")
@@ -107,6 +110,7 @@ def planned(request: Request, args: Any) -> list[Planned]:
             grace_seconds=args.grace_seconds,
             ttl_seconds=round(args.ttl_hours * 3600),
             host_network=args.host_network,
+            privileged=args.privileged,
         )
         found.append(Planned(shape, {JOBS_FILE: part.to_json(), **gin}))
         found[-1].config_map()  # too large? before anything is created

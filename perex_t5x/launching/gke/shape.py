@@ -35,6 +35,7 @@ class Shape:
       grace_seconds: between the signal to stop and the kill; the run saves in them.
       ttl_seconds: after which a finished JobSet is deleted by the cluster.
       host_network: the pods use the nodes' own network: faster between slices, but without Workload Identity.
+      privileged: the container may lock memory as the TPU's driver wants; False: it gets only the right to ask for that.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Shape:
     grace_seconds: int = 600
     ttl_seconds: int = 3 * 24 * 3600
     host_network: bool = False
+    privileged: bool = True
 
     def __post_init__(self) -> None:
         if slips := self._slips():

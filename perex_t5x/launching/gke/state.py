@@ -10,7 +10,7 @@ from typing import Any
 from perex_t5x.launching.gke.manifest import CONTAINER, NAME_LABEL, RUN_LABEL
 
 COMPLETED, FAILED, QUEUED, RUNNING, STARTING = "completed", "failed", "queued", "running", "starting"
-_INDEX_LABELS = ("batch.kubernetes.io/job-completion-index", "jobset.sigs.k8s.io/job-index")
+_INDICES = ("batch.kubernetes.io/job-completion-index", "jobset.sigs.k8s.io/job-index")
 # Waiting for these passes by itself.
 _USUAL_WAITS = ("ContainerCreating", "PodInitializing")
 
@@ -74,10 +74,16 @@ def first_pod(pods: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     found = [
         pod
         for pod in pods
-        if all(pod["metadata"].get("labels", {}).get(label) == "0" for label in _INDEX_LABELS)
+        if all(_label(pod, label) == "0" for label in _INDICES)
         and pod.get("status", {}).get("phase") in ("Running", "Succeeded", "Failed")
     ]
     return max(found, key=lambda pod: pod["metadata"].get("creationTimestamp", ""), default=None)
+
+
+def _label(pod: Mapping[str, Any], name: str) -> str | None:
+    """Kubernetes before 1.28 has the index as an annotation only."""
+    metadata = pod["metadata"]
+    return metadata.get("labels", {}).get(name) or metadata.get("annotations", {}).get(name)
 
 
 def exit_codes(pods: Iterable[Mapping[str, Any]]) -> list[int]:
