@@ -425,3 +425,58 @@ def test_slips(cluster, argv, words):
     assert process.returncode == 2, process.stderr
     assert words in process.stderr and "Traceback" not in process.stderr
     assert cluster.created() == []
+
+
+def test_the_confirmation_shows_what_runs_side_by_side(monkeypatch, tmp_path, capsys):
+    from perex_t5x.launching import checks, estimate, jobs
+    from perex_t5x.launching.accelerators import Slice
+    from perex_t5x.launching.commands import Commands
+    from perex_t5x.launching.gke import command, options
+    from perex_t5x.launching.gke.cluster import Cluster
+    from perex_t5x.launching.gke.shape import Shape
+    from perex_t5x.launching.request import Request
+
+    asked = []
+    monkeypatch.setattr(checks, "check_gin", lambda *_: asked.append("gin"))
+    monkeypatch.setattr(checks, "bucket", lambda request, _: asked.append(request.project))
+    monkeypatch.setattr(checks, "preflight", lambda *_: estimate.Estimate(256, 1.0, 8.0))
+    (tmp_path / "gcloud").write_text("#!/bin/sh\necho my-project-1\n")
+    (tmp_path / "gcloud").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    work = jobs.Work("a", "gs://b/a", (jobs.Job("r", ("-m", "perex_t5x.train"), "gs://b/a/runs/r"),), sweep={})
+    fields = {name: None for name in Request.__dataclass_fields__}
+    request = Request(**fields | {"name": "a", "work": work, "slice": Slice.of("v5e-256"), "slices": 1, "yes": True})
+    shapes = [
+        Shape(f"a-{n}", "a", "1", "2", "i:1", "tpu-v5-lite-podslice", "16x16", hosts=64, chips_per_host=4)
+        for n in (0, 1)
+    ]
+    command._check(request, Cluster(Commands(), context="here"), [options.Planned(shape, {}) for shape in shapes])
+    said = capsys.readouterr().err
+    assert asked == ["my-project-1", "gin"]
+    assert "2 JobSets side by side, each of 1 x 64 pods with 4 chips" in said
+    assert "4.0 hours, 2,048 chip-hours" in said  # the same chip-hours in half the time
+
+
+@pytest.mark.slow
+def test_the_real_script_with_real_gin_files(cluster):
+    (cluster.folder / "short.gin").write_text("include 'runs/pretrain.gin'\nTRAIN_STEPS = 4\n")
+    argv = [
+        *("--gin_file=models/nano.gin", "--gin_file=short.gin", "--gin_file=optimizers/adamw.gin"),
+        *("--gin.MIXTURE_OR_TASK_NAME='python_stdlib_lm'", "--gin.TASK_FEATURE_LENGTHS={'targets': 64}"),
+        *("--gin.BATCH_SIZE=16", "--gin.MODEL_DIR='gs://bucket/runs/first'", "--topology=v5e:4x4", "--yes"),
+        *("--image=registry/perex:1", "--poll_seconds=0.1", "--skip_preflight", "--gin.TRAIN_STEPS=5"),
+    ]
+    script = [sys.executable, str(ROOT / "launch" / "gke.py")]
+    environment = cluster.environment(JAX_PLATFORMS="cpu")
+    done = subprocess.run([*script, *argv], env=environment, cwd=cluster.folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "first is finished" in done.stderr and "checking the Gin files on 16 fake device(s)" in done.stderr
+    jobset, config_map = cluster.created()
+    assert problems(jobset) == problems(config_map) == []
+    assert config_map["data"]["file-1"] == (cluster.folder / "short.gin").read_text()
+    arguments = json.loads(config_map["data"]["file-0"])["jobs"][0]["arguments"]
+    assert "--initialization_timeout=3600" in arguments  # pods come up minutes apart
+    slip = subprocess.run(
+        [*script, *argv, "--gin.TRAIN_STEP=5"], env=environment, cwd=cluster.folder, capture_output=True, text=True
+    )
+    assert slip.returncode == 2 and "TRAIN_STEPS" in slip.stderr and "Traceback" not in slip.stderr

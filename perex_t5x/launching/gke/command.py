@@ -37,6 +37,9 @@ from perex_t5x.launching.gke.text import as_yaml
 from perex_t5x.launching.leftovers import Leftovers
 from perex_t5x.launching.request import Request
 
+# Seconds that a process waits for the others: nodes come up, and pull the image, minutes apart. Giving up is final.
+_PATIENCE = "3600"
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Does not return."""
@@ -81,8 +84,15 @@ def _launch(args: Any) -> int:
 
 
 def _planned(args: Any) -> tuple[Request, list[options.Planned]]:
-    asked = Request.from_flags(args).in_bucket()
+    asked = _request(args)
     return asked, options.planned(asked, args)
+
+
+def _request(args: Any) -> Request:
+    waiting = args["initialization_timeout"]
+    if not waiting.present:
+        waiting.parse(_PATIENCE)
+    return Request.from_flags(args).in_bucket()
 
 
 def _check(asked: Request, cluster: Cluster, plans: list[options.Planned]) -> None:
@@ -150,7 +160,7 @@ def _status(args: Any) -> int:
 
 def _collect(args: Any) -> int:
     if args.sweep or args.gin_file:
-        asked = Request.from_flags(args).in_bucket()
+        asked = _request(args)
         name, work, commands = asked.name, asked.work, Commands(args.dry_run)
     else:
         name, cluster = _name(args), _cluster(args)
