@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -38,12 +39,12 @@ class Kubernetes:
             **more,
         }
 
-    def start(self, *argv: str, **environment: str) -> subprocess.Popen:
+    def start(self, *argv: str, stdin: int = subprocess.DEVNULL, **environment: str) -> subprocess.Popen:
         return subprocess.Popen(
             [sys.executable, str(HERE / "gke_driver.py"), *argv, *FLAGS],
             env=self.environment(**environment),
             cwd=self.folder,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -193,7 +194,7 @@ def test_all_slips_of_the_cluster_at_once(cluster):
     assert all(words in done.stderr for words in ("JobSet is not installed", "--queue=q", "=s:", "=p:"))
 
 
-@pytest.mark.parametrize(("code", "status"), [(1, 1), (2, 2), (3, 3), (137, 1)])
+@pytest.mark.parametrize(("code", "status"), [(2, 2), (3, 3), (137, 1)])
 def test_a_failed_jobset_ends_with_the_status_of_its_program(cluster, code, status):
     cluster.scenario(timeline=["running", "failed"], exit_code=code)
     done = cluster.run("--name=sqrt")
@@ -269,6 +270,27 @@ def test_launching_again_with_yes_follows(cluster):
     for process in (first, second):
         _, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
+    assert sum(o["kind"] == "JobSet" for o in cluster.created()) == 1
+
+
+@pytest.mark.parametrize(("answer", "followed"), [("y", True), ("n", False)])
+def test_launching_again_on_a_terminal_offers_to_follow(cluster, answer, followed):
+    cluster.scenario(timeline=["running"])
+    first = cluster.start("--name=sqrt")
+    cluster.wait_for(first, "logs")
+    ours, theirs = pty.openpty()
+    second = cluster.start("--name=sqrt", stdin=theirs)
+    os.write(ours, f"{answer}\n".encode())
+    if followed:
+        cluster.wait_for(second, "logs", times=2)
+        cluster.scenario(timeline=["completed"])
+    _, err = second.communicate(timeout=60)
+    cluster.scenario(timeline=["completed"])
+    first.communicate(timeout=60)
+    os.close(ours)
+    os.close(theirs)
+    assert second.returncode == 0 and "Follow it? [y/N]" in err
+    assert ("is finished" in err) == followed
     assert sum(o["kind"] == "JobSet" for o in cluster.created()) == 1
 
 
