@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.launching.commands import CommandError
 from perex_t5x.launching.gke.cluster import ALREADY_EXISTS, JOBSETS, Cluster, said
+from perex_t5x.launching.gke.manifest import LAUNCH_LABEL
 from perex_t5x.launching.gke.options import Planned
 from perex_t5x.launching.gke.state import State
 from perex_t5x.launching.leftovers import Leftovers
@@ -73,7 +75,25 @@ def create(cluster: Cluster, plans: Sequence[Planned], former: Sequence[str], le
                 leftovers.keep(what)  # there is nothing yet
             message = f"another launch was quicker: the JobSet {plan.shape.name} exists."
             raise AlreadyRunningError(message, plan.shape.group) from None
+        if number == 0:
+            _check_first(cluster, plan, made)
         cluster.create(plan.config_map(made.get("metadata", {}).get("uid")))
         if not cluster.commands.dry_run:
             print(f"created JobSet {plan.shape.name}", file=sys.stderr, flush=True)
     return what
+
+
+def _check_first(cluster: Cluster, plan: Planned, made: dict[str, Any]) -> None:
+    """Raises `AlreadyRunningError` if the same run was launched under another name in the same moment.
+
+    Names cannot collide then, so the later one gives way; of two in the same second, both. To look after creating is what
+    makes it sure: at least one of the two sees the other.
+    """
+    ours = made.get("metadata", {}).get("creationTimestamp", "")
+    for jobset in cluster.jobsets(run=plan.shape.run):
+        other = State.of(jobset)
+        if jobset["metadata"]["labels"].get(LAUNCH_LABEL) == plan.shape.launch or other.finished:
+            continue
+        if other.created <= ours:
+            message = f"another launch of the same run was quicker: JobSet {other.name} is {other.phase}."
+            raise AlreadyRunningError(message, other.group)
