@@ -136,6 +136,26 @@ def test_a_log_that_breaks_off_is_taken_up(cluster):
     assert sum(line.startswith("logs") for line in cluster.record()) > 1
 
 
+def test_a_cluster_that_does_not_answer_for_a_while(cluster):
+    cluster.scenario(timeline=["running"])
+    process = cluster.start("--name=sqrt")
+    cluster.wait_for(process, "logs")
+    cluster.scenario(timeline=["running"], unreachable=True)
+    cluster.wait_for(process, "get", times=len(cluster.record()) + 8)
+    cluster.scenario(timeline=["completed"])
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "i/o timeout" in err, err
+
+
+def test_a_launch_that_someone_else_deletes(cluster):
+    cluster.scenario(timeline=["running"])
+    process = cluster.start("--name=sqrt")
+    cluster.wait_for(process, "logs")
+    assert cluster.run("stop", "--name=sqrt").returncode == 0
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and "it was deleted" in err, err
+
+
 def test_a_sweep_is_shared_out(cluster):
     done = cluster.run("--name=sqrt", "--jobsets=2", RUNS="5")
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from perex_t5x.errors import TrainingError
+from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.launching.commands import CommandError, end
 from perex_t5x.launching.gke import state as states
 from perex_t5x.launching.gke.cluster import Cluster
@@ -92,6 +92,8 @@ def follow(cluster: Cluster, group: str, poll_seconds: float = 10.0, begun: Call
         )
         stopped.add_note(_how_to_stop(cluster, group))
         raise stopped from None
+    except ConfigError:
+        raise  # there is nothing to stop
     except Exception as e:
         e.add_note(_how_to_stop(cluster, group))
         raise
@@ -110,6 +112,9 @@ def _follow(cluster: Cluster, group: str, poll_seconds: float, log: Log) -> int:
     while True:
         try:
             found = [State.of(jobset) for jobset in cluster.jobsets(group=group)]
+            open_ = [state for state in found if not state.finished]
+            watched = next(iter(open_ or found), None)
+            pods = cluster.pods(watched.name) if watched else []
             silent = 0
         except CommandError as e:
             silent += 1
@@ -121,17 +126,15 @@ def _follow(cluster: Cluster, group: str, poll_seconds: float, log: Log) -> int:
                 ) from e
             time.sleep(poll_seconds)
             continue
-        if not found:
-            raise TrainingError(f"there is no launch {group} on the cluster" + (" any more: deleted." if last else "."))
+        if watched is None:
+            why = " any more: it was deleted." if last else ". Those that are: ./launch/gke.py list"
+            raise ConfigError(f"there is no launch {group} on the cluster{why}")
         for gone in {state.name for state in last} - {state.name for state in found}:
             _say(seen, gone, f"{gone}: deleted")
         last = found
         for state in found:
             restarts = f", restarted {state.restarts} times" if state.restarts else ""
             _say(seen, state.name, f"{state.name}: {state.phase}{restarts}{': ' if state.words else ''}{state.words}")
-        open_ = [state for state in found if not state.finished]
-        watched = (open_ or found)[0]
-        pods = cluster.pods(watched.name)
         for words in states.troubles(pods):
             _say(seen, words, f"{watched.name}: {words}")
         log.attend(states.first_pod(pods))
