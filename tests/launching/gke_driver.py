@@ -19,6 +19,7 @@ def made(args):
     return jobs.Work(root.rpartition("/")[2], root, tuple(runs), sweep={}, gin_files=gin_files)
 
 
-jobs.make = made
-command._check = lambda *_: print("checked", file=sys.stderr)
-command.main()
+if __name__ == "__main__":
+    jobs.make = made
+    command._check = lambda *_: print("checked", file=sys.stderr)
+    command.main()

@@ -27,13 +27,15 @@ class Kubernetes:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        (folder / "bin").mkdir()
+        (folder / "bin" / "kubectl").symlink_to(HERE / "standins" / "kubectl")
         self.scenario()
 
     def scenario(self, **values) -> None:
         (self.folder / "scenario.json").write_text(json.dumps({**READY, **values}))
 
     def environment(self, **more: str) -> dict[str, str]:
-        path = f"{HERE / 'standins'}:{Path(sys.executable).parent}:/usr/bin:/bin"
+        path = f"{self.folder / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin"
         return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "STANDIN": str(self.folder)} | {
             "PEREX_T5X_RETRY_SECONDS": "0.01",
             **more,
