@@ -22,17 +22,22 @@ def main(usage: str | None, argv: Sequence[str] | None = None) -> None:
     from perex_t5x.preflight import command
 
     cli.define_flags()
-    flags.DEFINE_string("sweep", None, "Gin file of the sweep, such as sweeps/sqrt_lr.gin.")
-    flags.DEFINE_multi_string("sweep_bindings", [], "'seeds = [0]' in place of the file's. Shorter: --sweep.seeds=[0].")
-    flags.DEFINE_string("dir", None, "The sweep's folder; default sweeps/<name>.")
+    define_sweep_flags()
     flags.DEFINE_integer("parallel", None, "Runs at once; default 1, with --together the number of cores.")
     flags.DEFINE_bool(
         "together", False, "In this process, with one compiled step for all rates and seeds; small models."
     )
-    flags.DEFINE_string("only", None, "Regular expression: run only runs in whose names it is found.")
     flags.DEFINE_bool("print_commands", False, "Check, print the command of every run, and stop.")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     command.run(_main, usage, rewritten(sys.argv if argv is None else argv))
+
+
+def define_sweep_flags() -> None:
+    """Those that say what a sweep is; the launchers have them, too."""
+    flags.DEFINE_string("sweep", None, "Gin file of the sweep, such as sweeps/sqrt_lr.gin.")
+    flags.DEFINE_multi_string("sweep_bindings", [], "'seeds = [0]' in place of the file's. Shorter: --sweep.seeds=[0].")
+    flags.DEFINE_string("dir", None, "The sweep's folder; default sweeps/<name>.")
+    flags.DEFINE_string("only", None, "Regular expression: run only runs in whose names it is found.")
 
 
 def rewritten(argv: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ _DIVERGED = re.compile(r"the loss of step (\d+) is (\S+):|the parameters after s
 _PROGRESS = re.compile(r"^step (\d+)/\d+ .*?loss (\S+)", re.MULTILINE)
 # Has the kernel kill the process when the sweep dies, however it dies, then becomes the training. Not a `preexec_fn`: this
 # process has threads, and a fork of it that runs Python may hang.
-_DIES_WITH_PARENT = """
+DIES_WITH_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
 if os.getppid() != int(sys.argv[1]):
@@ -46,7 +46,7 @@ class _Child:
         with open(self.log, "ab") as log:
             self._start = log.tell()
             self.process = subprocess.Popen(
-                [sys.executable, "-S", "-E", "-c", _DIES_WITH_PARENT, str(os.getpid()), *run.command(root)],
+                [sys.executable, "-S", "-E", "-c", DIES_WITH_PARENT, str(os.getpid()), *run.command(root)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -79,18 +79,27 @@ class _Child:
         if status == cli.EXIT_INTERRUPTED:
             return Result(self.run.name, STOPPED, seconds=seconds, values=self.run.values)
         said = self.said()
-        if status == cli.EXIT_ERROR and (diverged := _DIVERGED.search(said)):
-            step, loss, after = diverged.groups()
-            why = f"the loss is {loss}" if step else "the parameters are not finite"
-            return folders.result_of_metrics(
-                self.run, self.folder, seconds, FAILED, f"diverged at step {step or after}: {why}"
-            )
+        if (why := diverged(status, said)) is not None:
+            return folders.result_of_metrics(self.run, self.folder, seconds, FAILED, why)
         return Result(
-            self.run.name, FAILED, seconds=seconds, error=_reason(status, said, self.log), values=self.run.values
+            self.run.name, FAILED, seconds=seconds, error=reason(status, said, self.log), values=self.run.values
         )
 
 
-def _reason(status: int, said: str, log: str) -> str:
+def diverged(status: int, said: str) -> str | None:
+    """That a training diverged, from its exit status and what it printed; None if it did not.
+
+    >>> diverged(1, "ERROR: the loss of step 7 is nan: ...")
+    'diverged at step 7: the loss is nan'
+    """
+    found = _DIVERGED.search(said) if status == cli.EXIT_ERROR else None
+    if found is None:
+        return None
+    step, loss, after = found.groups()
+    return f"diverged at step {step or after}: " + (f"the loss is {loss}" if step else "the parameters are not finite")
+
+
+def reason(status: int, said: str, log: str) -> str:
     """Why a process failed: its own words, if it had any."""
     if "\nERROR: " in said:
         words = said.rpartition("\nERROR: ")[2].strip().splitlines()

@@ -1,0 +1,1 @@
+"""From one description to a running program on TPU VMs, on GKE, or through XManager."""

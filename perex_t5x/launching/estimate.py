@@ -1,0 +1,54 @@
+"""Hours, chip-hours and money of a launch, from preflight's seconds a step and list prices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from perex_t5x.launching.accelerators import Slice
+from perex_t5x.launching.jobs import Job
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """
+    Attributes:
+      chips: of all slices.
+      price: of a chip-hour in USD.
+      hours: of all jobs; None where it is not known.
+
+    >>> print(Estimate(256, 1.2, 10.0).words())
+    at least 10.0 hours, 2,560 chip-hours, about $3,072 at $1.2 a chip-hour (the compiler's cycles, without collectives,
+    input and evaluation: a lower bound; compiling and restarts come on top)
+    """
+
+    chips: int
+    price: float
+    hours: float | None = None
+
+    def words(self) -> str:
+        if self.hours is None:
+            return (
+                f"{self.chips:,} chip-hours an hour, about ${self.chips * self.price:,.0f} an hour at ${self.price:g} a "
+                "chip-hour (how many hours is not known without preflight)"
+            )
+        chip_hours = self.hours * self.chips
+        hours = f"{self.hours:.1f} hours" if self.hours >= 0.1 else f"{self.hours * 60:.1f} minutes"
+        return (
+            f"at least {hours}, {chip_hours:,.0f} chip-hours, about ${chip_hours * self.price:,.0f} at ${self.price:g} a "
+            "chip-hour (the compiler's cycles, without collectives,\ninput and evaluation: a lower bound; compiling and "
+            "restarts come on top)"
+        )
+
+
+def estimate(jobs: Sequence[Job], seconds: Mapping[str, float | None], kind: Slice, slices: int) -> Estimate:
+    """Adds up steps times seconds a step.
+
+    Args:
+      jobs: what runs, one after another.
+      seconds: of a step, by the job's name; a job that is not in it, or None, makes the hours unknown.
+      kind, slices: on what.
+    """
+    each = [seconds.get(job.name) for job in jobs]
+    hours = None if None in each else sum(s * job.train_steps for s, job in zip(each, jobs, strict=True)) / 3600
+    return Estimate(kind.chips * slices, kind.price, hours)

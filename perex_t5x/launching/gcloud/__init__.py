@@ -1,0 +1,1 @@
+"""TPU VMs through queued resources: `launch/gcloud_tpu.py`."""

@@ -1,0 +1,209 @@
+"""Runs a training or a sweep on TPU VMs: launch/gcloud_tpu.py COMMAND --flags
+
+    launch/gcloud_tpu.py launch --sweep=sweeps/sqrt_lr.gin --dir=gs://bucket/sweeps/sqrt --topology=v5e:16x16 --spot
+    launch/gcloud_tpu.py --gin_file=... --gin.MODEL_DIR=gs://bucket/run --topology=v5e-16 --dry_run
+
+COMMAND is `launch` (the default: all of the following), or one step: check, create, wait, copy, install, start, follow,
+collect, delete; or status, stop (the program; the slices stay), list (what launches have made in the zone), delete_all.
+--dry_run prints every command and runs none. Project and zone are gcloud's own, or --project and --zone. See docs/launch.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from perex_t5x.errors import ConfigError, TrainingError, did_you_mean
+from perex_t5x.launching import checks, estimate, names, package, program
+from perex_t5x.launching.checks import say
+from perex_t5x.launching.commands import Commands
+from perex_t5x.launching.gcloud import collecting, existing, following, steps
+from perex_t5x.launching.gcloud.following import Follower
+from perex_t5x.launching.gcloud.resource import GONE, Resource
+from perex_t5x.launching.gcloud.session import Options, Session
+from perex_t5x.launching.gcloud.steps import Steps
+from perex_t5x.launching.leftovers import Leftovers, still_there
+from perex_t5x.launching.request import Request, define_flags
+
+# Steps that need to know what shall run; the others find what is there by its name.
+_WITH_WORK = ("launch", "check", "create", "copy")
+_BY_NAME = ("wait", "install", "start", "follow", "status", "stop", "collect", "delete")
+_OF_ZONE = ("list", "delete_all")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Does not return."""
+    define_flags()
+    flags.DEFINE_float("wait_hours", 24.0, "How long to wait for the slices.")
+    flags.DEFINE_string("out", None, "Where `collect` puts metrics, logs and results; default launches/<name>.")
+    flags.DEFINE_string("remote_python", None, "Python of the hosts; default: one from 3.11 on, installed if need be.")
+    flags.DEFINE_bool("reserved", False, "Take the slices from the project's reservation.")
+    flags.DEFINE_bool("internal_ip", False, "Hosts without external addresses, reached from within the network.")
+    flags.DEFINE_multi_string(
+        "create_flag", [], "Goes to `queued-resources create`, such as --create_flag=--network=n."
+    )
+    program.run(_main, __doc__, argv, module=__name__)
+
+
+def _main(args: Any, words: list[str]) -> int:
+    command = words[0] if words else "launch"
+    known = (*_WITH_WORK, *_BY_NAME, *_OF_ZONE)
+    if len(words) > 1 or command not in known:
+        wrong = " ".join(words[1:] if command in known else words)
+        raise ConfigError(f"{wrong!r} is not a command.{did_you_mean(wrong, known)} Known are {', '.join(known)}.")
+    commands = Commands(dry_run=args.dry_run)
+    if command in _OF_ZONE:
+        args.name = args.name or "all"
+    request = Request.from_flags(args, with_work=command in _WITH_WORK).in_bucket().located(commands)
+    target = Resource(request.name, request.project, request.zone, request.slices, args.internal_ip)
+    options = Options(
+        args.out or os.path.join("launches", request.name),
+        args.wait_hours,
+        args.remote_python,
+        args.reserved,
+        tuple(args.create_flag),
+    )
+    todo = Steps(target, commands)
+    if command == "launch":
+        return _launch(request, todo, options)
+    if command == "check":
+        _check(request, todo)
+        return 0
+    if command == "create":
+        return _create(request, todo, options)
+    if command == "copy":
+        todo.copy(todo.upload(request, package.checkout(request.allow_uncommitted)))
+        return 0
+    if command in _OF_ZONE:
+        return _of_zone(command, request, todo)
+    return _by_name(command, args, request, todo, options)
+
+
+def _check(request: Request, todo: Steps) -> tuple[package.Checkout, estimate.Estimate]:
+    """Everything that can be known before something is created."""
+    files = package.checkout(request.allow_uncommitted)
+    commands = todo.commands
+    checks.bucket(request, commands)
+    checks.zone_has(request, commands)
+    checks.check_gin(request, commands)
+    cost = checks.preflight(request, commands)
+    say(checks.summary(request, cost, files.commit, f"{request.project}, {request.zone}"))
+    return files, cost
+
+
+def _launch(request: Request, todo: Steps, options: Options) -> int:
+    url = steps.bundle_url(request.work.root, request.name)
+    if (found := existing.look(request, todo)) != GONE:
+        return _join(request, todo, options, url, found.state)
+    files, _ = _check(request, todo)
+    checks.confirm("", request)
+    run = Session(todo, request, options, url, files.commit)
+    try:
+        with Leftovers(todo.commands, request.keep) as leftovers:
+            todo.upload(request, files)
+            run.make(leftovers)
+    except steps.ExistsError:
+        found = existing.look(request, todo)
+        if found == GONE:
+            raise
+        return _join(request, todo, options, url, found.state)
+    return run.run()
+
+
+def _join(request: Request, todo: Steps, options: Options, url: str, state: str) -> int:
+    """Goes on with a launch that another process has begun: followed, and seen to as if this one had begun it."""
+    run = Session(todo, request, options, url, "joined")
+    if state != "ACTIVE":
+        todo.wait(options.wait_hours)
+    return run.run()
+
+
+def _create(request: Request, todo: Steps, options: Options) -> int:
+    files, _ = _check(request, todo)
+    checks.confirm("", request)
+    with Leftovers(todo.commands, request.keep) as leftovers:
+        leftovers.add(todo.target.what, todo.target.delete())
+        try:
+            todo.create(request, files.commit, options.reserved, options.create_flags)
+        except steps.ExistsError:
+            leftovers.keep(todo.target.what)
+            raise
+    say(still_there(todo.target.what, todo.target.delete()))
+    return 0
+
+
+def _by_name(command: str, args: Any, request: Request, todo: Steps, options: Options) -> int:
+    """Steps on what is there; how many slices it has, it says itself."""
+    if command == "collect":
+        if not args.dir:
+            raise ConfigError("collect from where? Give --dir=gs://..., the sweep's or the run's folder.")
+        collecting.collect(names.check_bucket_path(args.dir), request.name, options.out, todo.commands)
+        return 0
+    if command == "delete":
+        todo.delete()
+        return 0
+    found = todo.describe(dry=dataclasses.replace(GONE, state="ACTIVE", slices=request.slices))
+    if found.state == "GONE":
+        raise ConfigError(f"there is no {todo.target.what}. What there is: launch/gcloud_tpu.py list")
+    todo.target = dataclasses.replace(todo.target, slices=found.slices)
+    if command == "wait":
+        todo.wait(options.wait_hours)
+    elif command == "install":
+        todo.install(options.python)
+    elif command == "start":
+        todo.start()
+    elif command == "stop":
+        todo.stop()
+    elif command == "status":
+        print(f"{request.name}: {found.state}{': ' if found.error else ''}{found.error}")
+        if found.state == "ACTIVE":
+            steps.print_lines(todo.status())
+    else:
+        return _follow(todo)
+    return 0
+
+
+def _follow(todo: Steps) -> int:
+    """Looks only: nothing is started again, collected or deleted."""
+    ended = Follower(todo).follow()
+    if ended == following.UNSTARTED:
+        raise ConfigError("nothing was started there yet: launch/gcloud_tpu.py copy, install, start; or launch again.")
+    if ended in (following.PREEMPTED, following.LOST):
+        raise TrainingError(f"{ended}: launch again, with the same flags, to go on from the newest checkpoint.")
+    say(f"the program has ended with status {ended}")
+    say(still_there(todo.target.what, todo.target.delete()))
+    return int(ended)
+
+
+def _of_zone(command: str, request: Request, todo: Steps) -> int:
+    found = todo.list()
+    for one in found:
+        print(f"{one.name}  {one.state}  {one.slices} slice(s)  commit {one.labels.get('perex-commit', '?')}")
+    if command == "list" or not found:
+        say(f"{len(found)} queued resource(s) of launches in {request.zone}")
+        return 0
+    if not request.yes and not request.dry_run:
+        if not sys.stdin.isatty():
+            raise ConfigError("nothing was deleted: this is not a terminal where one could be asked. Give --yes.")
+        print(f"Delete all {len(found)}? [y/N] ", end="", file=sys.stderr, flush=True)
+        if input().strip().lower() not in ("y", "yes"):
+            raise ConfigError("nothing was deleted.")
+    left = []
+    for one in found:
+        target = dataclasses.replace(todo.target, name=one.name)
+        try:
+            Steps(target, todo.commands).delete()
+        except TrainingError as e:
+            say(str(e))
+            left.append(still_there(target.what, target.delete()))
+    if left:
+        error = TrainingError(f"{len(left)} of {len(found)} were not deleted.")
+        for words in left:
+            error.add_note(words)
+        raise error
+    return 0

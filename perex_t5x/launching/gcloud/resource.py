@@ -1,0 +1,161 @@
+"""A queued resource, and the gcloud commands about it: lists of arguments, nothing is run here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perex_t5x.launching import names
+from perex_t5x.launching.request import Request
+
+LABEL_NAME, LABEL_RUN, LABEL_COMMIT = "perex-name", "perex-run", "perex-commit"
+_QUEUED = ("compute", "tpus", "queued-resources")
+
+
+@dataclass(frozen=True)
+class Resource:
+    """Where the slices of a launch are, or will be. One queued resource holds all slices, which come and go together.
+
+    Attributes:
+      name: of the queued resource; with one slice also of its node.
+      project, zone: where.
+      slices: how many nodes it has.
+      internal_ip: reach the hosts at their internal addresses.
+    """
+
+    name: str
+    project: str
+    zone: str
+    slices: int = 1
+    internal_ip: bool = False
+
+    @property
+    def where(self) -> list[str]:
+        return [f"--project={self.project}", f"--zone={self.zone}"]
+
+    @property
+    def nodes(self) -> list[str]:
+        """
+        >>> Resource("a", "my-project", "us-west4-a", 2).nodes
+        ['a-0', 'a-1']
+        """
+        return [self.name] if self.slices == 1 else [f"{self.name}-{i}" for i in range(self.slices)]
+
+    @property
+    def what(self) -> str:
+        """In words."""
+        return f"queued resource {self.name} ({self.project}, {self.zone})"
+
+    def create(self, request: Request, commit: str, reserved: bool = False, more: Sequence[str] = ()) -> list[str]:
+        """Asks for the slices. A named reservation is known to gcloud's alpha commands only."""
+        one = self.slices == 1
+        nodes = [f"--node-id={self.name}"] if one else [f"--node-count={self.slices}", f"--node-prefix={self.name}"]
+        labels = {
+            LABEL_NAME: self.name,
+            LABEL_RUN: request.work.fingerprint,
+            LABEL_COMMIT: names.label_value(commit),
+        }
+        tier = []
+        if request.spot:
+            tier = ["--spot"]
+        elif request.reservation:
+            tier = [f"--reservation={_reservation(request.reservation, self.project, self.zone)}"]
+        elif reserved:
+            tier = ["--reserved"]
+        return [
+            "gcloud",
+            *(["alpha"] if request.reservation else []),
+            *_QUEUED,
+            "create",
+            self.name,
+            *self.where,
+            *nodes,
+            *request.slice.gcloud_flags(),
+            f"--runtime-version={request.slice.runtime_version}",
+            "--labels=" + ",".join(f"{key}={value}" for key, value in labels.items()),
+            *tier,
+            *(["--internal-ips"] if self.internal_ip else []),
+            *more,
+            "--quiet",
+        ]
+
+    def describe(self) -> list[str]:
+        return ["gcloud", *_QUEUED, "describe", self.name, *self.where, "--format=json"]
+
+    def delete(self) -> list[str]:
+        """With its nodes, running or not."""
+        return ["gcloud", *_QUEUED, "delete", self.name, *self.where, "--force", "--quiet"]
+
+    def list(self) -> list[str]:
+        """All of the zone, whoever made them."""
+        return ["gcloud", *_QUEUED, "list", *self.where, "--format=json"]
+
+    def describe_node(self, node: str) -> list[str]:
+        return ["gcloud", "compute", "tpus", "tpu-vm", "describe", node, *self.where, "--format=json"]
+
+    def ssh(self, node: str, script: str, worker: str = "all") -> list[str]:
+        """Runs a script on hosts of a node. It arrives literally: no shell of this machine reads it."""
+        internal = ["--internal-ip"] if self.internal_ip else []
+        alive = "--ssh-flag=-o ServerAliveInterval=30"
+        command = f"--command={script}"
+        return [
+            *("gcloud", "compute", "tpus", "tpu-vm", "ssh", node),
+            *(*self.where, f"--worker={worker}", *internal, alive, "--quiet", command),
+        ]
+
+
+def _reservation(name: str, project: str, zone: str) -> str:
+    return name if "/" in name else f"projects/{project}/locations/{zone}/reservations/{name}"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `describe` or `list` says of a queued resource.
+
+    Attributes:
+      state: ACCEPTED, WAITING_FOR_RESOURCES, PROVISIONING, ACTIVE, FAILED, SUSPENDING, SUSPENDED, ...; 'GONE' where there
+        is none.
+    """
+
+    name: str
+    state: str
+    error: str
+    labels: dict[str, str]
+    slices: int = 1
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> Description:
+        """
+        >>> Description.of({"name": "projects/p/locations/z/queuedResources/a", "state": {"state": "ACTIVE"}}).state
+        'ACTIVE'
+        """
+        state = found.get("state", {})
+        specs = found.get("tpu", {}).get("nodeSpec", [])
+        labels = next((spec.get("node", {}).get("labels", {}) for spec in specs), {})
+        several = [s.get("multisliceParams") or s.get("multiNodeParams") or {} for s in specs]
+        count = sum(int(s.get("nodeCount", 1)) for s in several)
+        errors = [value["error"] for value in state.values() if isinstance(value, dict) and "error" in value]
+        error = "; ".join(str(e.get("message", e)) for e in errors)
+        return cls(found.get("name", "").rpartition("/")[2], state.get("state", "UNKNOWN"), error, labels, count or 1)
+
+    @property
+    def ours(self) -> bool:
+        return LABEL_NAME in self.labels
+
+    @property
+    def coming_or_there(self) -> bool:
+        return self.state in ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE")
+
+
+GONE = Description("", "GONE", "", {})
+
+
+def parsed(text: str) -> Description:
+    return Description.of(json.loads(text))
+
+
+def all_of(text: str) -> list[Description]:
+    """Those that launches have made."""
+    return [found for item in json.loads(text or "[]") if (found := Description.of(item)).ours]

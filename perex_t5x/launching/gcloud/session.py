@@ -1,0 +1,172 @@
+"""From slices that are there to the end of the program: followed, started again where needed, collected, deleted."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+
+from perex_t5x import cli
+from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.launching.checks import say
+from perex_t5x.launching.gcloud import collecting, following
+from perex_t5x.launching.gcloud.following import Follower
+from perex_t5x.launching.gcloud.steps import ExistsError, Steps
+from perex_t5x.launching.leftovers import Leftovers, still_there
+from perex_t5x.launching.request import Request
+
+_MOST_LOOKS = 20  # at slices on which nothing is started yet: another launch may be about to
+_MOST_FAILURES = 3  # in a row without a newer checkpoint or a finished run
+
+
+@dataclass
+class Options:
+    """Flags of this launcher alone."""
+
+    out: str
+    wait_hours: float = 24.0
+    python: str | None = None
+    reserved: bool = False
+    create_flags: tuple[str, ...] = ()
+
+
+@dataclass
+class Session:
+    """
+    Attributes:
+      url: of the bundle in the bucket.
+      commit: for the labels of slices that are made anew.
+    """
+
+    steps: Steps
+    request: Request
+    options: Options
+    url: str
+    commit: str
+    _seen: set[str] = field(default_factory=set)
+    _named: bool = False  # whether someone else sees to it that the slices are deleted or named
+
+    def prepare(self) -> None:
+        """Copies, installs and starts on slices that are there."""
+        self.steps.copy(self.url)
+        self.steps.install(self.options.python)
+        self.steps.start()
+
+    def make(self, leftovers: Leftovers) -> None:
+        """Creates the slices and starts the program on them. Until it runs, whatever happens deletes them."""
+        leftovers.add(self.steps.target.what, self.steps.target.delete())
+        try:
+            self.steps.create(self.request, self.commit, self.options.reserved, self.options.create_flags)
+        except ExistsError:
+            leftovers.keep(self.steps.target.what)  # another launch made it, a moment ago
+            raise
+        self.steps.wait(self.options.wait_hours)
+        self.prepare()
+        leftovers.keep(self.steps.target.what)
+
+    def run(self) -> int:
+        """To the end; returns the exit status of the launch."""
+        try:
+            with Leftovers(self.steps.commands):  # hears SIGTERM
+                return self._run()
+        except KeyboardInterrupt as e:
+            if self._named:
+                raise
+            told = KeyboardInterrupt(f"{str(e) or 'interrupted'}: the run goes on without being followed.")
+            for note in self._ways():
+                told.add_note(note)
+            raise told from None
+        except Exception as e:
+            if not self._named:
+                e.add_note(still_there(self.steps.target.what, self.steps.target.delete()))
+            raise
+
+    def _ways(self) -> list[str]:
+        """What one can do with a run that is left alone; the last line is how to delete it."""
+        where = shlex.join([f"--name={self.request.name}", *self.steps.target.where])
+        tool = "launch/gcloud_tpu.py"
+        return [
+            f"follow it:  {tool} follow {where}",
+            f"stop it:    {tool} stop {where}",
+            still_there(self.steps.target.what, self.steps.target.delete()),
+        ]
+
+    def _run(self) -> int:
+        restarts = failures = 0
+        while True:
+            ended = self._follow()
+            if ended in ("0", "3"):
+                return self._finish(ended)
+            if ended == "2":
+                self._give_up(ConfigError("the program ended with a slip in its configuration (status 2), see above."))
+            if ended == str(cli.EXIT_INTERRUPTED):
+                self._named = True
+                stopped = KeyboardInterrupt("the program was stopped; the same launch goes on with it.")
+                stopped.add_note(still_there(self.steps.target.what, self.steps.target.delete()))
+                raise stopped
+            if ended == following.PREEMPTED:
+                say("the slices were taken away")
+            elif ended != following.UNSTARTED:
+                say(f"the program ended with status {ended}")
+                failures = 1 if self._progress() else failures + 1
+                if failures >= _MOST_FAILURES:
+                    self._give_up(
+                        TrainingError(f"the program failed {failures} times without a newer checkpoint, see above.")
+                    )
+            restarts += 1
+            if restarts > self.request.max_restarts:
+                self._give_up(TrainingError(f"interrupted {restarts} times, --max_restarts={restarts - 1}."))
+            say(f"starting again, {restarts} of at most {self.request.max_restarts} times")
+            self._again(ended)
+
+    def _follow(self) -> str:
+        for _ in range(_MOST_LOOKS):
+            ended = Follower(self.steps).follow()
+            if ended != following.UNSTARTED:
+                break
+            say("nothing is started there yet")
+            self.steps.sleep(self.steps.poll)
+        return ended
+
+    def _again(self, ended: str) -> None:
+        self._named = True
+        with Leftovers(self.steps.commands, self.request.keep) as leftovers:
+            leftovers.add(self.steps.target.what, self.steps.target.delete())
+            if ended == following.PREEMPTED:
+                self.steps.delete()
+                self.make(leftovers)
+            elif ended == following.UNSTARTED:
+                self.prepare()
+            else:
+                self.steps.stop()  # what is left of it on other hosts
+                self.steps.start()
+            leftovers.keep(self.steps.target.what)
+        self._named = False
+
+    def _give_up(self, error: Exception) -> None:
+        """Deletes the slices, or names them, and raises."""
+        self._named = True
+        with Leftovers(self.steps.commands, self.request.keep) as leftovers:
+            leftovers.add(self.steps.target.what, self.steps.target.delete())
+            raise error
+
+    def _progress(self) -> bool:
+        """Whether there is a checkpoint or a finished run that was not there at the last failure."""
+        work = self.request.work
+        where = f"{work.root}/runs/*/" if work.sweep else f"{work.root}/"
+        done = self.steps.commands.run(["gcloud", "storage", "ls", where], check=False)
+        found = {line for line in done.stdout.split() if "checkpoint_" in line or line.endswith("finished.json")}
+        new = bool(found - self._seen)
+        self._seen |= found
+        return new
+
+    def _finish(self, ended: str) -> int:
+        say("all jobs have ended, some of them as failures" if ended == "3" else "all jobs are done")
+        self._named = True
+        with Leftovers(self.steps.commands, self.request.keep) as leftovers:
+            leftovers.add(self.steps.target.what, self.steps.target.delete())
+            collecting.collect(self.request.work.root, self.request.name, self.options.out, self.steps.commands)
+            if self.request.keep:
+                say(still_there(self.steps.target.what, self.steps.target.delete()))
+            else:
+                self.steps.delete()
+        return 0

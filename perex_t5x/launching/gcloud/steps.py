@@ -1,0 +1,185 @@
+"""The steps of a launch on TPU VMs. Each can be run alone, and again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.launching import package
+from perex_t5x.launching.checks import say
+from perex_t5x.launching.commands import Commands
+from perex_t5x.launching.gcloud import refusals, remote, resource
+from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
+from perex_t5x.launching.request import Request
+
+# Failures of the way to the cloud, not of the request.
+_PASSING = (
+    r"UNAVAILABLE|DEADLINE_EXCEEDED|INTERNAL|Connection (reset|refused|aborted)|timed out|Temporary failure|50[0234]",
+)
+_SSH_RETRIES = 3
+_NOT_FOUND = r"NOT_FOUND|not found"
+
+
+class ExistsError(TrainingError):
+    """A queued resource of this name was made in the meantime."""
+
+
+@dataclass
+class Steps:
+    """
+    Attributes:
+      target: the queued resource.
+      commands: runs gcloud.
+      poll: seconds between two looks at a state.
+      clock, sleep: other ones, for tests.
+    """
+
+    target: Resource
+    commands: Commands
+    poll: float = field(default_factory=lambda: float(os.environ.get("PEREX_T5X_POLL_SECONDS", "30")))
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    # --- the resource -------------------------------------------------------------------------------------------------
+
+    def describe(self, dry: Description = GONE) -> Description:
+        """What is there; `GONE` where nothing is."""
+        if self.commands.dry_run:
+            self.commands.run(self.target.describe())
+            return dry
+        done = self.commands.run(self.target.describe(), check=False, retries=4, retry_on=_PASSING)
+        if done.returncode == 0:
+            return resource.parsed(done.stdout)
+        if re.search(_NOT_FOUND, done.stderr):
+            return GONE
+        raise TrainingError(refusals.message(f"{self.target.what} cannot be looked at", done.said))
+
+    def list(self) -> list[Description]:
+        """What launches have made in this zone."""
+        done = self.commands.run(self.target.list(), check=False, retries=4, retry_on=_PASSING, dry="[]")
+        if done.returncode != 0:
+            raise TrainingError(refusals.message("the queued resources cannot be listed", done.said))
+        return resource.all_of(done.stdout)
+
+    def create(self, request: Request, commit: str, reserved: bool, more: Sequence[str]) -> None:
+        argv = self.target.create(request, commit, reserved, more)
+        say(f"asking for {self.target.what}: {request.slices} x {request.slice.accelerator_type}")
+        done = self.commands.run(argv, check=False)
+        if done.returncode == 0:
+            return
+        if re.search(r"ALREADY_EXISTS|already exists", done.stderr):
+            raise ExistsError(f"{self.target.what} exists already.")
+        raise TrainingError(refusals.message(f"{self.target.what} was not created", done.said))
+
+    def wait(self, hours: float) -> None:
+        """Until the slices are there; raises where they never will be."""
+        begun, shown = self.clock(), None
+        while True:
+            found = self.describe(dry=Description("", "ACTIVE", "", {}))
+            if found.state != shown:
+                say(f"{time.strftime('%H:%M:%S')} {self.target.name}: {found.state}")
+                shown = found.state
+            if found.state == "ACTIVE":
+                return
+            if not found.coming_or_there:
+                raise TrainingError(
+                    refusals.message(f"{self.target.what} is {found.state}", found.error or "  (no reason given)")
+                )
+            if self.clock() - begun > hours * 3600:
+                raise TrainingError(
+                    f"{self.target.what} is {found.state} after {hours:g} hours (--wait_hours): the zone has no such slices "
+                    "free. Try again later, with --spot, in another --zone, or with a smaller --topology."
+                )
+            self.sleep(self.poll)
+
+    def delete(self) -> None:
+        done = self.commands.run(self.target.delete(), check=False, retries=3)
+        if done.returncode != 0 and not re.search(_NOT_FOUND, done.stderr):
+            raise TrainingError(refusals.message(f"{self.target.what} was not deleted", done.said))
+        say(f"deleted: {self.target.what}")
+
+    def nodes_ready(self) -> bool:
+        """Whether all nodes run; a queued resource can be ACTIVE while a node is being taken away or repaired."""
+        for node in self.target.nodes:
+            done = self.commands.run(self.target.describe_node(node), check=False, retries=2, retry_on=_PASSING)
+            if done.returncode != 0 or json.loads(done.stdout).get("state") != "READY":
+                return False
+        return True
+
+    # --- the hosts ----------------------------------------------------------------------------------------------------
+
+    def on_all(self, script: str, doing: str) -> str:
+        """Runs a script on every host of every slice; a host that fails is tried again, then named."""
+        said = []
+        for node in self.target.nodes:
+            argv = self.target.ssh(node, script)
+            done = self.commands.run(argv, check=False, retries=_SSH_RETRIES)
+            said.append(done.stdout)
+            if done.returncode != 0:
+                failed = failed_workers(done.stderr)
+                which = f"worker {', '.join(failed)} of {node}" if failed else f"a worker of {node}"
+                raise TrainingError(f"{doing} failed on {which}, {_SSH_RETRIES + 1} times:\n{done.said}")
+        return "".join(said)
+
+    def upload(self, request: Request, files: package.Checkout) -> str:
+        """Builds the bundle and brings it to the bucket; returns its address."""
+        target = package.folder(request.name)
+        packed = package.build(request.work, target, files, self.commands, request.with_package)
+        url = bundle_url(request.work.root, request.name)
+        for source, name in ((packed, "bundle.tar.gz"), (os.path.join(target, "bundle", "jobs.json"), "jobs.json")):
+            argv = ["gcloud", "storage", "cp", source, f"{url}/{name}", f"--project={self.target.project}"]
+            done = self.commands.run(argv, check=False, retries=3, retry_on=_PASSING)
+            if done.returncode != 0:
+                raise ConfigError(refusals.message(f"{url} cannot be written", done.said))
+        return url
+
+    def copy(self, url: str) -> None:
+        say("copying the package and the Gin files to all workers")
+        self.on_all(remote.copy(self.target.name, f"{url}/bundle.tar.gz"), "copying")
+
+    def install(self, python: str | None = None) -> None:
+        say("installing on all workers; this takes minutes")
+        self.on_all(remote.install(self.target.name, python), "installing")
+
+    def start(self) -> None:
+        self.on_all(remote.start(self.target.name), "starting")
+        say("started on all workers")
+
+    def stop(self) -> None:
+        self.on_all(remote.stop(self.target.name), "stopping")
+
+    def status(self) -> str:
+        """A line for every host."""
+        return self.on_all(remote.status(self.target.name), "looking")
+
+
+def bundle_url(root: str, name: str) -> str:
+    """
+    >>> bundle_url("gs://bucket/sweeps/a", "b")
+    'gs://bucket/sweeps/a/.launch/b'
+    """
+    return f"{root.rstrip('/')}/.launch/{name}"
+
+
+def failed_workers(said: str) -> list[str]:
+    """The workers that gcloud names as failed, or else those that it could not connect to.
+
+    >>> failed_workers("##### Command execution on worker 2 failed with exit status 1. Continuing.")
+    ['2']
+    """
+    named = re.findall(r"Command execution on worker (\d+) failed", said)
+    if not named:
+        tried = re.findall(r"Attempting to connect to worker (\d+)", said)
+        named = [w for w in tried if tried.count(w) > 1]
+    return sorted(set(named), key=int)
+
+
+def print_lines(text: str) -> None:
+    for line in text.splitlines():
+        print(line, file=sys.stdout, flush=True)

@@ -1,0 +1,41 @@
+"""`collect`: metrics, logs and results from the bucket, for reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+from perex_t5x.errors import ConfigError
+from perex_t5x.launching.commands import Commands
+from perex_t5x.launching.gcloud import collecting
+from perex_t5x.launching.gke.cluster import Cluster
+from perex_t5x.launching.gke.manifest import NAME_LABEL
+from perex_t5x.launching.gke.options import JOBS_FILE
+from perex_t5x.launching.jobs import Work
+
+
+def work_of(cluster: Cluster, group: str) -> Work:
+    """What a launch runs, read from its ConfigMaps; they are there as long as its JobSets are."""
+    maps = cluster.get("configmaps", f"{NAME_LABEL}={group}")
+    if not maps:
+        raise ConfigError(
+            f"there is no launch {group} on the cluster (any more). Its results are in the bucket: give `collect` the flags "
+            "of the launch, --sweep or --gin_file too."
+        )
+    return joined([Work.from_json(found["data"]["file-0"]) for found in maps])
+
+
+def joined(parts: Sequence[Work]) -> Work:
+    """The work that was shared out over several JobSets."""
+    return dataclasses.replace(parts[0], jobs=tuple(job for part in parts for job in part.jobs))
+
+
+def collect(work: Work, name: str, out: str, commands: Commands) -> None:
+    """Copies all but checkpoints to `out`; for a sweep also writes what `perex_t5x.experiments.report` reads."""
+    if not commands.dry_run:
+        kept = os.path.join(out, ".launch", name)
+        os.makedirs(kept, exist_ok=True)
+        with open(os.path.join(kept, JOBS_FILE), "w", encoding="utf-8") as f:
+            f.write(work.to_json())
+    collecting.collect(work.root, name, out, commands)

@@ -1,0 +1,205 @@
+"""Runs a training or a sweep as JobSets on Google Kubernetes Engine: launch/gke.py COMMAND --flags
+
+    launch/gke.py --sweep=sweeps/sqrt_lr.gin --dir=gs://bucket/sweeps/sqrt --topology=v5e:16x16 --image=IMAGE
+    launch/gke.py manifest --gin_file=... --gin.MODEL_DIR=gs://bucket/run --topology=v5e-16 --image=IMAGE --out=run.yaml
+
+    launch    (default) checks everything, creates the JobSets, follows them
+    manifest  writes what `launch` would create, to --out or stdout
+    follow    follows a launch: --name=...
+    status    says how far a launch is, and why pods do not come up: --name=...
+    collect   brings metrics, logs and results here, to --out or launches/<name>: --name=...
+    stop      stops a launch, which saves, and deletes it: --name=..., or --all; the same as delete
+    list      lists all launches of the namespace
+
+Where: --context, --namespace, --queue, --priority, --service_account, --spot, --reservation. How many: --slices, --jobsets.
+--dry_run prints every command and runs none. See docs/launch_gke.md.
+
+Exit status: 0 done; 2 a slip; 3 some runs of the sweep failed for good; 1 anything else; 130 no longer following.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from perex_t5x.errors import ConfigError, did_you_mean
+from perex_t5x.launching import checks, names, program, request
+from perex_t5x.launching.commands import Commands
+from perex_t5x.launching.gke import asking, collecting, creating, following, looking, options
+from perex_t5x.launching.gke import checks as cluster_checks
+from perex_t5x.launching.gke.cluster import Cluster, connected
+from perex_t5x.launching.gke.text import as_yaml
+from perex_t5x.launching.leftovers import Leftovers
+from perex_t5x.launching.request import Request
+
+# Seconds that a process waits for the others: nodes come up, and pull the image, minutes apart. Giving up is final.
+_PATIENCE = "3600"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Does not return."""
+    request.define_flags()
+    options.define_flags()
+    program.run(_main, __doc__, argv)
+
+
+def _main(args: Any, words: list[str]) -> int:
+    known = {
+        "launch": _launch,
+        "manifest": _manifest,
+        "follow": _follow,
+        "status": _status,
+        "collect": _collect,
+        "stop": _stop,
+        "delete": _stop,
+        "list": _list,
+    }
+    if len(words) > 1:
+        raise ConfigError(f"one command at a time: {' '.join(words)}")
+    name = words[0] if words else "launch"
+    if name not in known:
+        raise ConfigError(f"{name!r} is no command; known are {', '.join(known)}.{did_you_mean(name, known)}")
+    return known[name](args)
+
+
+def _launch(args: Any) -> int:
+    asked, plans = _planned(args)
+    cluster = _cluster(args)
+    cluster_checks.check(cluster, plans[0].shape)
+    try:
+        former = creating.check_free(cluster, plans)
+        _check(asked, cluster, plans)
+        with Leftovers(cluster.commands, asked.keep) as leftovers:
+            what = creating.create(cluster, plans, former, leftovers)
+            if args.dry_run:
+                _say("what `create` reads from stdin: ./launch/gke.py manifest with the same flags")
+            return following.follow(cluster, asked.name, args.poll_seconds, lambda: leftovers.keep(what))
+    except creating.AlreadyRunningError as e:
+        return _offer(e, cluster, asked, args)
+
+
+def _planned(args: Any) -> tuple[Request, list[options.Planned]]:
+    asked = _request(args)
+    return asked, options.planned(asked, args)
+
+
+def _request(args: Any) -> Request:
+    waiting = args["initialization_timeout"]
+    if not waiting.present:
+        waiting.parse(_PATIENCE)
+    return Request.from_flags(args).in_bucket()
+
+
+def _check(asked: Request, cluster: Cluster, plans: list[options.Planned]) -> None:
+    """What all launchers look at before they create anything, and the confirmation."""
+    commands = cluster.commands
+    _check_bucket(asked, commands)
+    checks.check_gin(asked, commands)
+    cost = checks.preflight(asked, commands)
+    if (count := len(plans)) > 1:  # side by side: the same chip-hours in less time
+        cost = dataclasses.replace(cost, chips=cost.chips * count, hours=cost.hours and cost.hours / count)
+    shape = plans[0].shape
+    where = (
+        f"cluster {cluster.context or '(the current one)'}, namespace {cluster.namespace}: "
+        + (f"{count} JobSets side by side, each of " if count > 1 else f"JobSet {shape.name} of ")
+        + f"{shape.slices} x {shape.hosts} pods with {shape.chips_per_host} chips"
+        + (f", in the queue {shape.queue}" if shape.queue else "")
+    )
+    checks.confirm(checks.summary(asked, cost, f"that of the image {shape.image}", where), asked)
+
+
+def _check_bucket(asked: Request, commands: Commands) -> None:
+    """gcloud is not needed for anything else here: without it, or a project, the bucket is taken to be there."""
+    project = asked.project
+    if not commands.dry_run and not project and shutil.which("gcloud"):
+        project = commands.read(["gcloud", "config", "get-value", "project"], check=False)
+    if project and project != "(unset)" and (commands.dry_run or shutil.which("gcloud")):
+        checks.bucket(dataclasses.replace(asked, project=project), commands)
+    elif not commands.dry_run:
+        _say("note: whether the bucket exists is not known: there is no gcloud here, or no --project.")
+
+
+def _offer(error: creating.AlreadyRunningError, cluster: Cluster, asked: Request, args: Any) -> int:
+    """Follows the launch that is there, if that is wanted."""
+    how = following.command("follow", cluster, error.group)
+    if not asked.yes and not sys.stdin.isatty():
+        raise ConfigError(f"{error}\nTo follow it: {how}") from None
+    _say(str(error))
+    if not asked.yes and not asking.yes("Follow it? [y/N] "):
+        _say(f"nothing was created. To follow it: {how}")
+        return 0
+    return following.follow(cluster, error.group, args.poll_seconds)
+
+
+def _manifest(args: Any) -> int:
+    _, plans = _planned(args)
+    text = as_yaml(part for plan in plans for part in (plan.config_map(), plan.jobset()))
+    if args.out is None:
+        print(text, end="")
+        return 0
+    try:
+        Path(args.out).write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"--out={args.out}: {e.strerror}") from e
+    _say(f"wrote {args.out}. To launch it: kubectl create --filename={args.out}")
+    return 0
+
+
+def _follow(args: Any) -> int:
+    return following.follow(_cluster(args), _name(args), args.poll_seconds)
+
+
+def _status(args: Any) -> int:
+    return looking.status(_cluster(args), _name(args))
+
+
+def _collect(args: Any) -> int:
+    if args.sweep or args.gin_file:
+        asked = _request(args)
+        name, work, commands = asked.name, asked.work, Commands(args.dry_run)
+    else:
+        name, cluster = _name(args), _cluster(args)
+        if args.dry_run:
+            raise ConfigError("a dry run of `collect` needs the flags of the launch, --sweep or --gin_file too.")
+        work, commands = collecting.work_of(cluster, name), cluster.commands
+    collecting.collect(work, name, args.out or os.path.join("launches", name), commands)
+    return 0
+
+
+def _list(args: Any) -> int:
+    return looking.show_all(_cluster(args))
+
+
+def _stop(args: Any) -> int:
+    if bool(args.all) == bool(args.name):
+        raise ConfigError("stop what? Give --name=..., or --all for every launch of the namespace; not both.")
+    group = None if args.all else _name(args)
+    cluster = _cluster(args)
+    found = [jobset["metadata"]["name"] for jobset in cluster.jobsets(group=group)]
+    if not found and not args.dry_run:
+        _say(f"no JobSets {f'of {group}' if group else 'of ours'} are there; what else belongs to them is deleted.")
+    if args.all and found and not args.yes:
+        asking.require(f"Stop and delete {', '.join(found)}?")
+    cluster.commands.run(cluster.delete_group(group), timeout=1800)
+    if found:
+        _say(f"deleted {', '.join(found)}; pods that were running have --grace_seconds to save.")
+    return 0
+
+
+def _cluster(args: Any) -> Cluster:
+    return connected(Commands(args.dry_run), args.namespace, args.context)
+
+
+def _name(args: Any) -> str:
+    if args.name is None:
+        raise ConfigError("which launch? Give its --name=...; those that are: ./launch/gke.py list")
+    return names.check_name(args.name)
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)

@@ -1,0 +1,117 @@
+"""A cloud of stand-ins: see standins/gcloud."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+STANDINS = Path(__file__).parent / "standins"
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Cloud:
+    def __init__(self, folder, **scenario):
+        self.folder = folder
+        self.root = folder / "bucket" / "my-bucket" / "x"  # gs://my-bucket/x
+        (folder / "scenario.json").write_text(json.dumps(scenario))
+        self.environment = {
+            **os.environ,
+            "PATH": f"{STANDINS}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "STANDIN_DIR": str(folder),
+            "STANDIN_PYTHON": sys.executable,
+            "PEREX_T5X_LAUNCH_DIR": str(folder / "prepared"),
+            "PEREX_T5X_RETRY_SECONDS": "0.05",
+            "PEREX_T5X_POLL_SECONDS": "0.3",
+            "CLOUDSDK_CONFIG": str(folder / "no-config"),
+        }
+
+    def job(self, name, code, *more):
+        """A job that notes that it runs, on which host, and then does `code`; `here` is its folder in the bucket."""
+        here = self.root / "runs" / name
+        begin = f"import os, sys, time\nhere = {str(here)!r}\nos.makedirs(here, exist_ok=True)\n"
+        begin += f"cloud = {str(self.folder)!r}\nhost = os.environ['PEREX_T5X_HOST']\n"
+        begin += f"print('hello of {name} on', host, flush=True)\n"
+        begin += f"open(cloud + '/ran', 'a').write('{name}' + host + ' ')\n"
+        # As real jobs do, it waits for the other host, however late that starts.
+        begin += f"ran = lambda n: open(cloud + '/ran').read().split().count('{name}' + n)\n"
+        begin += "end = time.monotonic() + 20\n"
+        begin += "while ran('0') != ran('1') and time.monotonic() < end: time.sleep(0.05)\n"
+        return {"name": name, "arguments": ["-c", begin + code, *more], "model_dir": str(here)}
+
+    def work(self, *jobs, **more):
+        (self.folder / "work.json").write_text(json.dumps({"root": "gs://my-bucket/x", "jobs": jobs, **more}))
+
+    def popen(self, *argv):
+        return subprocess.Popen(
+            [sys.executable, *argv], env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, cwd=self.folder)  # fmt: skip
+
+    def start(self, **options):
+        return self.popen(str(STANDINS / "driver.py"), json.dumps(options))
+
+    def launch(self, **options):
+        return finished(self.start(**options))
+
+    def command(self, *argv):
+        where = ("--project=my-project", "--zone=us-west4-a")
+        return finished(self.popen(str(ROOT / "launch" / "gcloud_tpu.py"), *argv, *where))
+
+    @property
+    def commands(self):
+        """All commands given to gcloud from this machine, in order; those of the hosts left out."""
+        path = self.folder / "record.jsonl"
+        found = [json.loads(line) for line in open(path)] if path.exists() else []
+        return [argv for argv in found if argv[-1] != "bundle.tar.gz.new"]
+
+    @property
+    def verbs(self):
+        """What they do, repetitions of the same left out."""
+        found = []
+        for argv in self.commands:
+            verb = next(w for w in reversed(argv[:6]) if w in VERBS)
+            if not found or found[-1] != verb:
+                found.append(verb)
+        return found
+
+    @property
+    def resources(self):
+        try:
+            return json.load(open(self.folder / "state.json"))["resources"]
+        except FileNotFoundError:
+            return {}
+
+    @property
+    def ran(self):
+        path = self.folder / "ran"
+        return path.read_text().split() if path.exists() else []
+
+    def wait_for(self, condition, seconds=60):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "it never came"
+            time.sleep(0.05)
+
+
+VERBS = ("create", "describe", "delete", "list", "ssh", "cp", "ls", "rsync", "get-value")
+
+
+class Finished:
+    def __init__(self, process, out, err):
+        self.status, self.out, self.err = process.returncode, out, err
+        self.last = err.strip().splitlines()[-1] if err.strip() else ""
+        assert "Traceback" not in err, err
+
+
+def finished(process, interrupt=None, timeout=120):
+    if interrupt is not None:
+        process.send_signal(interrupt)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        raise
+    return Finished(process, out, err)

@@ -1,0 +1,58 @@
+"""Launches what $STANDIN_DIR/work.json describes, without Gin files and without building a wheel."""
+
+import json
+import os
+import sys
+
+from perex_t5x.launching import checks, package, program
+from perex_t5x.launching.accelerators import Slice
+from perex_t5x.launching.commands import Commands
+from perex_t5x.launching.gcloud import command, session
+from perex_t5x.launching.gcloud.resource import Resource
+from perex_t5x.launching.gcloud.session import Options
+from perex_t5x.launching.gcloud.steps import Steps
+from perex_t5x.launching.jobs import Job, Work
+from perex_t5x.launching.request import Request
+
+
+def copy_source(files, target, source, commands):
+    if not commands.dry_run:
+        with open(f"{source}/constraints.txt", "w") as f:
+            f.write("")
+
+
+def main():
+    given = json.load(open(f"{os.environ['STANDIN_DIR']}/work.json"))
+    package._copy_source = copy_source
+    package._wheel = lambda source, target, commands: None
+    package.checkout = lambda allow=False, root=None: package.Checkout("/checkout", "0123456789ab")
+    session._MOST_LOOKS = 3
+    checks.check_gin = lambda request, commands: None
+    jobs = tuple(Job(**{**job, "arguments": tuple(job["arguments"])}) for job in given["jobs"])
+    options = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+    request = Request(
+        name=options.get("name", "run"),
+        work=Work("run", given["root"], jobs, given.get("sweep"), given.get("twins", {})),
+        slice=Slice.of("v5e-16"),
+        slices=options.get("slices", 1),
+        project="my-project",
+        zone="us-west4-a",
+        spot=options.get("spot", False),
+        reservation=None,
+        skip_preflight=True,
+        yes=options.get("yes", True),
+        keep=options.get("keep", False),
+        allow_uncommitted=False,
+        max_restarts=options.get("max_restarts", 10),
+        with_package=(),
+        dry_run=options.get("dry_run", False),
+    )
+    todo = Steps(
+        Resource(request.name, request.project, request.zone, request.slices), Commands(dry_run=request.dry_run)
+    )
+    out = Options(f"{os.environ['STANDIN_DIR']}/out", options.get("wait_hours", 1.0))
+    sys.exit(program.guarded(lambda: command._launch(request, todo, out)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The checks before anything is created."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from perex_t5x.errors import ConfigError
+from perex_t5x.launching import checks, package
+from perex_t5x.launching.accelerators import Slice
+from perex_t5x.launching.commands import Commands
+from perex_t5x.launching.estimate import Estimate
+from perex_t5x.launching.jobs import Job, Work
+from perex_t5x.launching.request import Request
+
+FILES = ("--gin_file=models/nano.gin", "--gin_file=runs/pretrain.gin", "--gin_file=optimizers/adamw.gin")
+
+
+def job(name, batch_size, *bindings, files=FILES):
+    given = ("MIXTURE_OR_TASK_NAME = 'python_stdlib_lm'", "TASK_FEATURE_LENGTHS = {'targets': 32}", "TRAIN_STEPS = 10",
+             f"BATCH_SIZE = {batch_size}", "MODEL_DIR = 'gs://my-bucket/x'", *bindings)  # fmt: skip
+    arguments = ("-m", "perex_t5x.train", *files, *(f"--gin_bindings={b}" for b in given))
+    return Job(name, arguments, "gs://my-bucket/x", batch_size, 10, group=f"{name}")
+
+
+def request(*jobs, gin_files=None, **options):
+    work = Work("w", "gs://my-bucket/x", jobs, gin_files=gin_files or {})
+    values = {f.name: None for f in dataclasses.fields(Request)}
+    values |= {
+        "name": "w",
+        "work": work,
+        "slice": Slice.of("v5e-16"),
+        "slices": 1,
+        "with_package": (),
+        "zone": "us-west4-a",
+    }
+    return Request(**{**values, "skip_gin_check": False, **options})
+
+
+def test_slips_of_several_runs_are_all_found_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "own.gin"
+    own.write_text("from __gin__ import dynamic_registration\n")
+    travels = ("--gin_search_paths=gin_files", *FILES, "--gin_file=own.gin")
+    fine = job("fine", 32, files=travels)
+    asked = request(fine, job("a", 24), job("b", 32, "OPTIMIZER = 5"), gin_files={"own.gin": str(own)})
+    with pytest.raises(ConfigError) as e:
+        checks.check_gin(asked, Commands())
+    assert "= 24" in str(e.value) and "not divisible by the 16 data shards" in str(e.value)
+    assert "OPTIMIZER" in str(e.value) or "b (" in str(e.value)
+    assert "fine" not in str(e.value)
+
+
+def preflight_that(tmp_path, monkeypatch, code):
+    """Puts a program in preflight's place; it is given the same arguments."""
+    monkeypatch.setenv("PEREX_T5X_LAUNCH_DIR", str(tmp_path))
+    monkeypatch.setattr(checks, "_python", lambda request, module, *arguments: [sys.executable, "-c", code, *arguments])
+
+
+FITS = "import sys, json; path = [a for a in sys.argv if a.startswith('--json=')][0][7:]\n"
+FITS += "json.dump({'cases': [{'seconds': 36.0}]}, open(path, 'w')); print('TABLE', *sys.argv[1:3])\n"
+
+
+def test_preflight_of_the_largest_batch_and_the_cost(tmp_path, monkeypatch, capfd):
+    preflight_that(tmp_path, monkeypatch, FITS)
+    commands = Commands()
+    found = checks.preflight(request(job("a", 16), job("b", 32)), commands)
+    assert len(commands.record) == 1 and any("BATCH_SIZE = 32" in a for a in commands.record[0])
+    assert found == Estimate(16, 1.2, (36 + 18) * 10 / 3600)
+    said = capfd.readouterr().err
+    assert "TABLE --topology=v5e:4x4 --slices=1" in said and "the one with the largest batch" in said
+
+
+def test_what_does_not_fit_is_refused_with_its_table(tmp_path, monkeypatch, capfd):
+    preflight_that(tmp_path, monkeypatch, FITS + "sys.exit(1)")
+    with pytest.raises(ConfigError, match="does not fit on 1 x v5e:4x4"):
+        checks.preflight(request(job("a", 16)), Commands())
+    assert "TABLE" in capfd.readouterr().err
+    words = "compiling needs the TPU compiler, which is not installed: pip install 'perex_t5x[tpu]'"
+    preflight_that(tmp_path, monkeypatch, f"import sys; sys.exit('ERROR: ' + {words!r})")
+    with pytest.raises(ConfigError, match="not installed: pip install.*--skip_preflight"):
+        checks.preflight(request(job("a", 16)), Commands())
+    found = checks.preflight(request(job("a", 16), skip_preflight=True), Commands())
+    assert found.hours is None
+
+
+def test_being_asked(monkeypatch, capsys):
+    asked = request(job("a", 16))
+    with pytest.raises(ConfigError, match="Give --yes"):
+        checks.confirm("", asked)
+    monkeypatch.setattr(checks.sys.stdin, "isatty", lambda: True, raising=False)
+    for answer, taken in (("y", True), ("", False), ("no", False)):
+        if taken:
+            checks.confirm("SUMMARY", asked, lambda prompt, answer=answer: answer)
+        else:
+            with pytest.raises(ConfigError, match="nothing was created"):
+                checks.confirm("", asked, lambda prompt, answer=answer: answer)
+    assert "SUMMARY" in capsys.readouterr().err
+
+
+def test_the_summary():
+    said = checks.summary(request(job("a", 16), spot=True), Estimate(16, 1.2), "abc-dirty", "p, z")
+    assert "perex_t5x.train of one run, into gs://my-bucket/x" in said
+    assert "1 x v5e:4x4 (16 chips on 4 host(s)), spot" in said and "abc-dirty" in said
+
+
+@pytest.mark.slow
+def test_the_real_preflight(tmp_path, monkeypatch):
+    from perex_t5x.preflight.topology import has_libtpu
+
+    if not has_libtpu():
+        pytest.skip("needs libtpu")
+    monkeypatch.setenv("PEREX_T5X_LAUNCH_DIR", str(tmp_path))
+    found = checks.preflight(request(job("a", 16)), Commands())
+    assert found.hours > 0
+    assert json.loads(Work("w", "r", ()).to_json())["jobs"] == [] and package.folder("w") == str(tmp_path / "w")

@@ -1,0 +1,179 @@
+"""What travels along: committed files only, Gin files, jobs."""
+
+import subprocess
+import tarfile
+import zipfile
+
+import pytest
+from absl import flags
+
+from perex_t5x.errors import ConfigError
+from perex_t5x.launching import gin_files, package, request
+from perex_t5x.launching.accelerators import Slice
+from perex_t5x.launching.commands import Commands
+from perex_t5x.launching.estimate import estimate
+from perex_t5x.launching.jobs import Job, Work
+
+
+def git(root, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    subprocess.run(["git", "-C", str(root), *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A small checkout with the same layout."""
+    root = tmp_path / "checkout"
+    (root / "perex_t5x").mkdir(parents=True)
+    (root / "gin").mkdir()
+    (root / "perex_t5x" / "__init__.py").write_text("x = 'committed'\n")
+    (root / "gin" / "a.gin").write_text("A = 1\n")
+    for name in ("constraints.txt", "README.md", "LICENSE", "pyproject.toml"):
+        (root / name).write_text("")
+    git(root, "init", "-q")
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "first")
+    return root
+
+
+def test_uncommitted_files_are_named_and_not_taken(project):
+    assert not package.checkout(root=str(project)).dirty
+    (project / "perex_t5x" / "notes.txt").write_text("not packed")
+    assert not package.checkout(root=str(project)).dirty
+    (project / "perex_t5x" / "new.py").write_text("")
+    (project / "gin" / "a.gin").write_text("A = 2\n")
+    with pytest.raises(ConfigError, match=r"(?s)M gin/a.gin.*\?\? perex_t5x/new.py.*--allow_uncommitted"):
+        package.checkout(root=str(project))
+    assert package.checkout(True, root=str(project)).commit.endswith("-dirty")
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_what_is_packed(project, tmp_path, monkeypatch, allowed):
+    files = package.checkout(root=str(project))
+    (project / "perex_t5x" / "__init__.py").write_text("x = 'changed'\n")
+    if allowed:
+        files = package.checkout(True, root=str(project))
+    monkeypatch.setattr(package, "_wheel", lambda source, target, commands: None)
+    own = tmp_path / "own.gin"
+    own.write_text("B = 1\n")
+    work = Work("w", "gs://b/w", (Job("a", ("-m", "m", "$(x) 'y'"), "gs://b/w"),), gin_files={"my/own.gin": str(own)})
+    packed = package.build(work, str(tmp_path / "target"), files, Commands())
+    assert (
+        f"'{'changed' if allowed else 'committed'}'" in (tmp_path / "target/source/perex_t5x/__init__.py").read_text()
+    )
+    with tarfile.open(packed) as tar:
+        assert {"./jobs.json", "./constraints.txt", "./commit.txt", "./gin_files/my/own.gin"} <= set(tar.getnames())
+    found = Work.from_json((tmp_path / "target/bundle/jobs.json").read_text())
+    assert found.jobs == work.jobs
+
+
+def test_a_dry_run_writes_nothing(project, tmp_path, capsys):
+    package.build(Work("w", "r", ()), str(tmp_path / "t"), package.checkout(root=str(project)), Commands(dry_run=True))
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said if "pip wheel" not in line] == ["git", "tar", "tar"]
+    assert not (tmp_path / "t").exists()
+
+
+def test_not_a_checkout(tmp_path):
+    with pytest.raises(ConfigError, match="not a git checkout"):
+        package.checkout(root=str(tmp_path))
+
+
+@pytest.mark.slow
+def test_the_real_wheel_has_the_gin_files(tmp_path):
+    files = package.checkout(allow_uncommitted=True)
+    package.build(Work("w", "r", ()), str(tmp_path), files, Commands())
+    with zipfile.ZipFile(tmp_path / "bundle" / package.WHEEL) as wheel:
+        names = wheel.namelist()
+    assert "perex_t5x/gin/runs/pretrain.gin" in names and "perex_t5x/launching/worker.py" in names
+
+
+def test_gin_files_travel_with_what_they_include(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lib" / "parts").mkdir(parents=True)
+    (tmp_path / "mine.gin").write_text("include 'parts/b.gin'\ninclude 'meshes/dp.gin'\n")
+    (tmp_path / "lib" / "parts" / "b.gin").write_text("include 'parts/c.gin'\n")
+    (tmp_path / "lib" / "parts" / "c.gin").write_text("C = 1\n")
+    travelling = gin_files.Travelling(["lib"])
+    assert travelling.add("models/nano.gin") == "models/nano.gin"
+    assert travelling.add("mine.gin") == "mine.gin"
+    assert sorted(travelling.found) == ["mine.gin", "parts/b.gin", "parts/c.gin"]
+    assert travelling.add(str(tmp_path / "mine.gin")) == "mine.gin"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.gin").write_text("")
+    with pytest.raises(ConfigError, match="both travel as mine.gin"):
+        travelling.add(str(tmp_path / "other" / "mine.gin"))
+    (tmp_path / "bad.gin").write_text(f"include '{tmp_path}/lib/parts/c.gin'\n")
+    with pytest.raises(ConfigError, match="will not be found on another machine"):
+        travelling.add("bad.gin")
+
+
+@pytest.fixture
+def flag_values(monkeypatch):
+    """Parses flags without touching those of other tests."""
+    values = flags.FlagValues()
+    with monkeypatch.context() as patch:
+        patch.setattr(flags, "FLAGS", values)
+        for name in ("string", "multi_string", "bool", "integer", "float", "list"):
+            define = getattr(flags, f"DEFINE_{name}")
+            patch.setattr(flags, f"DEFINE_{name}", lambda *a, _d=define, **k: _d(*a, flag_values=values, **k))
+        import perex_t5x.cli
+
+        patch.setattr(perex_t5x.cli, "FLAGS", values)
+        request.define_flags()
+        yield lambda *a: (values(["launch", *a]), values)[1]
+
+
+RUN = ("--gin_file=models/nano.gin", "--gin_file=runs/pretrain.gin",
+       "--gin_bindings=MIXTURE_OR_TASK_NAME = 'python_stdlib_lm'",
+       "--gin_bindings=TASK_FEATURE_LENGTHS = {'targets': 32}", "--gin_bindings=TRAIN_STEPS = 10")  # fmt: skip
+
+
+def test_a_single_run(flag_values):
+    found = request.Request.from_flags(
+        flag_values(*RUN, "--dir=gs://bucket/runs/My_run", "--topology=v5e-16", "--heartbeat_timeout=50")
+    ).in_bucket()
+    assert (found.name, found.slice.hosts, found.slices) == ("my-run", 4, 1)
+    (job,) = found.work.jobs
+    assert job.arguments[-1] == "--heartbeat_timeout=50"
+    assert job.train_steps == 10 and job.model_dir == "gs://bucket/runs/My_run"
+    assert found.work.fingerprint == Work("x", "gs://bucket/runs/My_run/", ()).fingerprint
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ((*RUN, "--dir=gs://b/x", "--topology=v5e-16"), "gs://BUCKET/FOLDER"),
+        ((*RUN, "--dir=/tmp/x", "--topology=v5e-16"), "--gin.MODEL_DIR='/tmp/x'"),
+        ((*RUN, "--dir=gs://bucket/x"), "on which slice"),
+        ((*RUN, "--dir=gs://bucket/x", "--topology=v5e-16", "--name=a b"), "such as --name=a-b"),
+        ((*RUN, "--dir=gs://bucket/x", "--topology=v5e-16", "--zone=$(x)"), "not a zone's name"),
+        ((*RUN, "--dir=gs://bucket/x", "--topology=v5e-16", "--slices=0"), "at least 1"),
+        ((*RUN, "--topology=v5e-16"), "MODEL_DIR"),
+        (("--sweep=sweeps/sqrt_lr.gin", "--topology=v5e-16"), "--dir is not given"),
+        ((), "nothing to run"),
+        ((*RUN, "--spot", "--reservation=r"), "exclude each other"),
+    ],
+)
+def test_slips(flag_values, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        request.Request.from_flags(flag_values(*arguments)).in_bucket()
+
+
+def test_a_sweep_and_its_twins(flag_values):
+    rules = "--sweep_bindings=rule = ['sqrt', 'linear']"
+    sizes = "--sweep_bindings=batch_sizes = [16, 32]"
+    found = request.Request.from_flags(
+        flag_values("--sweep=sweeps/sqrt_lr.gin", rules, sizes, "--sweep_bindings=seeds = [0]", "--dir=gs://bucket/s",
+                    "--topology=v5e-16"))  # fmt: skip
+    assert found.name == "sqrt-lr"
+    assert len(found.work.jobs) == 3 and len(found.work.twins) == 1  # at the base batch size all rules are alike
+    assert len({job.group for job in found.work.jobs}) == 2  # at 32 the rules differ in the rate alone
+
+
+def test_the_estimate():
+    jobs = [Job("a", (), "", 8, 3600), Job("b", (), "", 16, 7200)]
+    found = estimate(jobs, {"a": 1.0, "b": 0.5}, Slice.of("v5e-16"), 2)
+    assert (found.hours, found.chips) == (2.0, 32)
+    assert "at least 2.0 hours, 64 chip-hours, about $77" in found.words()
+    assert "32 chip-hours an hour, about $38 an hour" in estimate(jobs, {}, Slice.of("v5e-16"), 2).words()

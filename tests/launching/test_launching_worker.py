@@ -1,0 +1,144 @@
+"""The worker: jobs in their order, marks, exit codes, signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from perex_t5x.errors import ConfigError
+from perex_t5x.launching import host, marks
+from perex_t5x.launching.jobs import Job, Work
+
+
+def job(tmp_path, name, code):
+    code = f"open({str(tmp_path / 'order')!r}, 'a').write({name + ' '!r}); import sys, os, time\n{code}"
+    return Job(name, ("-c", code), str(tmp_path / "out" / name))
+
+
+def start(tmp_path, jobs, sweep=True, index="0", **options):
+    work = Work("w", str(tmp_path / "out"), tuple(jobs), {"name": "w"} if sweep else None)
+    (tmp_path / "jobs.json").write_text(work.to_json())
+    command = [sys.executable, "-m", "perex_t5x.launching.worker", f"--jobs={tmp_path / 'jobs.json'}"]
+    env = {**os.environ, host.INDEX: index}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def ran(tmp_path):
+    return (tmp_path / "order").read_text().split()
+
+
+def test_all_jobs_then_none_again(tmp_path):
+    jobs = [job(tmp_path, "a", "print('hello of a')"), job(tmp_path, "b", "")]
+    process = start(tmp_path, jobs)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert "hello of a" in said
+    assert (tmp_path / "logs" / "a.log").read_text() == "hello of a\n"
+    assert json.loads((tmp_path / "out/b/finished.json").read_text())["status"] == "done"
+    process = start(tmp_path, jobs)
+    assert "2 of 2 jobs are finished already" in process.communicate(timeout=60)[0]
+    assert process.returncode == 0
+    assert ran(tmp_path) == ["a", "b"]
+    # Other bindings: not finished.
+    assert marks.read([Job("a", ("-c", "other"), jobs[0].model_dir)]) == {}
+
+
+def test_failures_of_a_sweep_are_results_but_a_crash_is_not(tmp_path):
+    jobs = [
+        job(tmp_path, "diverges", "print('ERROR: the loss of step 7 is nan: x'); sys.exit(1)"),
+        job(tmp_path, "slip", "print('\\nERROR: BATCH_SIZE = 3: no'); sys.exit(2)"),
+        job(tmp_path, "crash", "sys.exit(0 if os.path.exists('ok') else 1)"),
+        job(tmp_path, "last", ""),
+    ]
+    process = start(tmp_path, jobs)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, said
+    assert "diverged at step 7: the loss is nan" in said
+    assert ran(tmp_path) == ["diverges", "slip", "crash"]
+    (tmp_path / "ok").touch()  # also: jobs run in the folder of jobs.json
+    process = start(tmp_path, jobs)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, said
+    # The slip is tried again, as its cause may be mended; what diverged would diverge again.
+    assert ran(tmp_path)[3:] == ["slip", "crash", "last"]
+    assert "BATCH_SIZE = 3: no" in marks.read_one(jobs[1].model_dir)["error"]
+
+
+def test_a_single_runs_slip_ends_with_2(tmp_path):
+    process = start(tmp_path, [job(tmp_path, "a", "sys.exit(2)")], sweep=False)
+    process.communicate(timeout=60)
+    assert process.returncode == 2
+
+
+@pytest.mark.parametrize("sweep", [True, False])
+def test_processes_that_miss_each_other_are_started_again(tmp_path, sweep):
+    said = "ERROR: only 3 of 4 processes came within 300 s; missing: process 2."
+    process = start(tmp_path, [job(tmp_path, "a", f"print({said!r}); sys.exit(2)")], sweep=sweep)
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+
+
+def test_only_the_first_host_writes(tmp_path):
+    process = start(tmp_path, [job(tmp_path, "a", "")], index="3")
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_the_job_and_a_second_worker_is_refused(tmp_path, number):
+    code = "import signal\nfor n in (2, 15): signal.signal(n, lambda n, f: (print('saved'), sys.exit(130)))\n"
+    code += "print('ready', flush=True)\ntime.sleep(60)"
+    process = start(tmp_path, [job(tmp_path, "a", code), job(tmp_path, "b", "")])
+    while "ready" not in process.stdout.readline():
+        pass
+    second = start(tmp_path, [job(tmp_path, "a", code)])
+    assert "running on this host already" in second.communicate(timeout=60)[0]
+    assert second.returncode == 4
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "saved" in said
+    assert ran(tmp_path) == ["a"]
+
+
+def test_the_job_ends_with_a_killed_worker(tmp_path):
+    process = start(tmp_path, [job(tmp_path, "a", "print(os.getpid(), flush=True)\ntime.sleep(100)")])
+    pid = None
+    while pid is None:
+        line = process.stdout.readline().strip()
+        pid = int(line) if line.isdigit() else None
+    process.kill()
+    process.wait()
+    for _ in range(100):
+        try:
+            state = open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.1)
+    raise AssertionError("the job outlives its worker")
+
+
+def test_which_host():
+    assert host.index({}) == 0
+    first = host.index({"TPU_WORKER_ID": "0", "MEGASCALE_SLICE_ID": "0"})
+    others = [
+        host.index({"TPU_WORKER_ID": w, "MEGASCALE_SLICE_ID": s}) for w, s in (("1", "0"), ("0", "1"), ("1", "1"))
+    ]
+    assert first == 0 and 0 not in others and len(set(others)) == 3
+    with pytest.raises(ConfigError):
+        host.index({host.INDEX: "x"})
+
+
+def test_jobs_json_that_cannot_be_read(tmp_path):
+    (tmp_path / "jobs.json").write_text("{}")
+    command = [sys.executable, "-m", "perex_t5x.launching.worker", f"--jobs={tmp_path / 'jobs.json'}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "jobs.json cannot be read" in done.stderr and "Traceback" not in done.stderr
