@@ -1,4 +1,4 @@
-"""--gin.NAME=VALUE and --sweep.NAME=VALUE under `xmanager launch`, which reads the flags before the script may rewrite them."""
+"""--gin.NAME=VALUE and --sweep.NAME=VALUE under `xmanager launch`, which reads flags before a script can rewrite them."""
 
 from __future__ import annotations
 
