@@ -24,6 +24,7 @@ def define_flags(argv: Sequence[str]) -> None:
     flags.DEFINE_string("executor", "local", "Where the runs run: local (this machine), vertex, or gke.")
     flags.DEFINE_integer("parallel", None, "With --executor=local: runs at once; default 1.")
     flags.DEFINE_bool("print_commands", False, "Check a sweep, print the command of every run, and stop.")
+    flags.DEFINE_bool("follow", False, "With --executor=local: where this sweep is running already, look on.")
     flags.DEFINE_string("image", None, "A container image that exists, in place of building one.")
     arguments.define_dotted(argv)
     with contextlib.suppress(ImportError):  # said once it is needed

@@ -7,9 +7,10 @@ from typing import Any
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.experiments import command
+from perex_t5x.experiments.folder import InUseError
 from perex_t5x.experiments.plan import Plan
 from perex_t5x.experiments.runs import Result, absolute
-from perex_t5x.launching.xm import single
+from perex_t5x.launching.xm import following, single
 from perex_t5x.launching.xm.experiment import Experiment
 
 
@@ -21,8 +22,11 @@ def launch(args: Any) -> int:
 
     def run_plan(plan: Plan, folder: str) -> list[Result]:
         record = os.path.join(absolute(folder), "xmanager.json")
-        with Experiment(args.name or plan.sweep.name, record) as experiment:
-            return plan.run(folder, parallel=args.parallel, only=args.only, child=experiment.child)
+        try:
+            with Experiment(args.name or plan.sweep.name, record) as experiment:
+                return plan.run(folder, parallel=args.parallel, only=args.only, child=experiment.child)
+        except InUseError as e:
+            return following.instead(plan, absolute(folder), e, args.follow)
 
     return command.carry_out(args, run_plan)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import shlex
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from perex_t5x import cli
 from perex_t5x.errors import ConfigError
 from perex_t5x.experiments import command, processes, running
-from perex_t5x.experiments.folder import Folder
+from perex_t5x.experiments.folder import Folder, InUseError
 from perex_t5x.experiments.overview import Overview
 from perex_t5x.experiments.runs import DONE, STOPPED, Result, Run, absolute
 from perex_t5x.launching.xm.experiment import Experiment
@@ -45,7 +48,7 @@ def launch(args: Any) -> int:
         print("dry run: the run is fine. Nothing was run.")
         return 0
     record = f"{run.model_dir}/xmanager.json"
-    with Folder(run.model_dir).locked(), Experiment(args.name or run.name, record) as experiment:
+    with _held(run), Experiment(args.name or run.name, record) as experiment:
         results: list[Result] = []
         stop = threading.Event()
         with Overview([run], {}) as show, running._asking_to_stop(stop):
@@ -56,6 +59,20 @@ def launch(args: Any) -> int:
 
             processes.run_all([run], run.model_dir, show, finished, 1, stop, experiment.child)
     return _told(run, results[0]) if results else cli.EXIT_INTERRUPTED
+
+
+@contextlib.contextmanager
+def _held(run: SingleRun) -> Iterator[None]:
+    """The run's folder, against a second launch of it."""
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(Folder(run.model_dir).locked())
+        except InUseError as e:
+            raise ConfigError(
+                f"MODEL_DIR = {run.model_dir!r}: this run is running already (process {e.process}). Look at it with "
+                f"tail -f {shlex.quote(run.model_dir + '/log.txt')}, or choose another folder."
+            ) from None
+        yield
 
 
 def from_flags(args: Any) -> SingleRun:
