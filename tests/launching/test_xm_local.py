@@ -59,6 +59,8 @@ def test_two_runs_of_a_sweep_through_xmanager(tmp_path):
         *(f"--gin_file={name}" for name in files),
         "--sweep.seeds=[0]",
         "--sweep.rate_factors=[1.0, 2.0]",
+        "--gin.MIXTURE_OR_TASK_NAME='uneven_documents_lm'",
+        "--gin.MIXTURE_OR_TASK_MODULE='tests.tiny_tasks'",
         "--gin.TASK_FEATURE_LENGTHS={'targets': 16}",
         "--gin.BATCH_SIZE=8",
         "--gin.TRAIN_STEPS=4",
