@@ -3,7 +3,7 @@
     ./launch/build_image.py --repository=europe-docker.pkg.dev/PROJECT/perex/perex
     ./launch/build_image.py --repository=... --cloud_build      without Docker on this machine
 
-The image's tag is the commit; its whole name is the only line on stdout: for --image of launch/gke.py and launch/xm_launch.py.
+The image's tag is the commit; its whole name is the only line on stdout, for --image of the launchers.
 """
 
 from __future__ import annotations

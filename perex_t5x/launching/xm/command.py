@@ -25,10 +25,21 @@ def define_flags(argv: Sequence[str]) -> None:
     flags.DEFINE_integer("parallel", None, "With --executor=local: runs at once; default 1.")
     flags.DEFINE_bool("print_commands", False, "Check a sweep, print the command of every run, and stop.")
     flags.DEFINE_bool("follow", False, "With --executor=local: where this sweep is running already, look on.")
-    flags.DEFINE_string("image", None, "A container image that exists, in place of building one.")
+    flags.DEFINE_string("repository", None, "With --executor=vertex: where an image of this checkout is put.")
+    _define_gke_flags()
     arguments.define_dotted(argv)
     with contextlib.suppress(ImportError):  # said once it is needed
         from xmanager import xm, xm_flags  # noqa: F401  (they define --xm_...)
+
+
+def _define_gke_flags() -> None:
+    """Those of launch/gke.py, to which --executor=gke hands them on; --image is one of them."""
+    with contextlib.suppress(ImportError):
+        from perex_t5x.launching.gke import options
+
+        options.define_flags()
+    if "image" not in flags.FLAGS:
+        flags.DEFINE_string("image", None, "The container, such as europe-docker.pkg.dev/PROJECT/perex/perex:TAG.")
 
 
 def main(words: Sequence[str]) -> None:

@@ -62,9 +62,7 @@ class Experiment:
     def __exit__(self, *exc: Any) -> None:
         try:
             if self._made is not None:
-                # Says "Waiting for local jobs to complete", but they have ended; once more as the interpreter ends.
-                with contextlib.redirect_stdout(io.StringIO()):
-                    self._made.__exit__(*exc)
+                close_quietly(self._made, *exc)
                 _forget_ended_jobs()
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
@@ -191,6 +189,12 @@ def settings(run: Run) -> dict[str, Any]:
     numbers = {"batch_size": run.batch_size, "learning_rate": run.learning_rate, "seed": run.seed}
     found = {**run.values, **numbers}
     return {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in found.items() if v is not None}
+
+
+def close_quietly(experiment: Any, *exc: Any) -> None:
+    """Ends an experiment without its "Waiting for local jobs to complete", which is said though there are none any more."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        experiment.__exit__(*exc)
 
 
 def _forget_ended_jobs() -> None:
