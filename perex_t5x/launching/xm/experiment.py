@@ -186,8 +186,8 @@ class UnitProcess:
 
 def settings(run: Run) -> dict[str, Any]:
     """What distinguishes a run, as XManager takes it: numbers and text."""
-    numbers = {"batch_size": run.batch_size, "learning_rate": run.learning_rate, "seed": run.seed}
-    found = {**run.values, **numbers}
+    numbers = {"batch_size": run.batch_size, "learning_rate": run.learning_rate}
+    found = {**run.values, **numbers, "seed": run.seed if run.values else None}  # that of a single run is not known
     return {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in found.items() if v is not None}
 
 
