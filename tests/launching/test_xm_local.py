@@ -1,12 +1,14 @@
 """XManager on this machine: a real sweep through `xmanager launch`, and every end of a run with a stand-in for it."""
 
 import csv
+import io
 import json
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,8 +17,10 @@ import pytest
 
 pytest.importorskip("xmanager")
 
-from perex_t5x.experiments.runs import Run
-from perex_t5x.launching.xm import records, unit
+from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.experiments.folder import Folder, InUseError
+from perex_t5x.experiments.runs import Result, Run
+from perex_t5x.launching.xm import following, records, single, unit
 from tests.experiments.sweep_support import plan
 from tests.experiments.test_sweep_processes import STAND_IN
 
@@ -166,7 +170,6 @@ def test_asked_to_stop_the_runs_save(tmp_path, experiment, monkeypatch):
     monkeypatch.setenv("STAND_IN_SECONDS", "60")
     folder = tmp_path / "sweep"
     started = [folder / "runs" / name / "log.txt" for name in ("s0", "s4")]
-    import threading
 
     def ask():
         deadline = time.monotonic() + 60
@@ -199,6 +202,57 @@ def test_runs_end_with_a_launcher_that_was_killed(tmp_path):
     assert json.loads(status.read_text())["returncode"] == -signal.SIGKILL
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)
+
+
+def test_a_sweep_that_runs_is_followed_to_its_end(tmp_path, monkeypatch):
+    made, root = plan(seeds=[0, 1]), tmp_path / "sweep"
+    kept = Folder(str(root))
+    monkeypatch.setattr(following, "_PERIOD", 0.02)
+    held, go_on = threading.Event(), threading.Event()
+
+    def other(results):
+        with kept.locked():
+            described = kept.write_description(made)
+            kept.write_results(described, {})
+            held.set()
+            assert go_on.wait(60)
+            for run, result in zip(made.runs, results, strict=False):
+                kept.write_result(run, result)
+
+    class Said(io.StringIO):
+        def write(self, text):
+            go_on.set()  # it has looked
+            return super().write(text)
+
+    done = [Result(run.name, "done", True, eval_loss=1.0) for run in made.runs]
+    for results in (done[:1], done):
+        held.clear()
+        go_on.clear()
+        running = threading.Thread(target=other, args=[results])
+        running.start()
+        assert held.wait(60)
+        with pytest.raises(ConfigError, match="--follow"):  # not a terminal
+            following.instead(made, str(root), InUseError("busy.", "1"), follow=False)
+        if len(results) < 2:
+            with pytest.raises(TrainingError, match="1 of 2 runs are finished"):
+                following.until_it_ends(made, str(root), Said())
+        else:
+            assert [r.status for r in following.until_it_ends(made, str(root), Said())] == ["done", "done"]
+        running.join()
+
+
+def test_a_single_run_that_runs_is_not_started_again(tmp_path):
+    folder = str(tmp_path / "run")
+    run = single.SingleRun("run", {}, (), (), (), 8, None, 5, 0, 40, model_dir=folder)
+    with Folder(folder).locked():
+        with pytest.raises(ConfigError, match=rf"running already \(process {os.getpid()}\).*log.txt"):
+            with single._held(run):
+                pass
+
+
+@pytest.mark.parametrize("name", ["xm_launch.py", "build_image.py"])
+def test_scripts_can_be_run(name):
+    assert os.access(ROOT / "launch" / name, os.X_OK)
 
 
 def test_settings_fit_the_column():

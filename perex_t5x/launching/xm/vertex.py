@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,11 +28,21 @@ def launch(args: Any) -> int:
     modules = experiment.modules()
     commands = Commands(args.dry_run)
     # As the checks of all launchers want it; the slices that they know begin with v4.
-    asked = SimpleNamespace(work=work, slice=SimpleNamespace(chips=CORES), slices=1, with_package=args.with_package)
+    asked = SimpleNamespace(
+        work=work,
+        slice=SimpleNamespace(chips=CORES),
+        slices=1,
+        with_package=args.with_package,
+        project=args.project,
+        zone=f"{REGION}-a",
+    )
     checks.check_gin(asked, commands)
-    used = _image(args, name, work, commands)
+    if args.project:
+        checks.bucket(asked, commands)
+    used, build = _image(args, name, work, commands)
     made = custom_jobs.make(modules, work, used, kind)
     checks.confirm(_summary(args, name, work, used), args)
+    build()
     if args.dry_run:
         for job in made:
             print(f"a custom job: {job.name}, {job.executor.requirements}", file=sys.stderr)
@@ -72,9 +83,10 @@ def _check_work(args: Any, work: jobs.Work) -> None:
             raise ConfigError(f"--{name} is not for --executor=vertex: XManager asks for one TPU a run, in {REGION}.")
 
 
-def _image(args: Any, name: str, work: jobs.Work, commands: Commands) -> str:
+def _image(args: Any, name: str, work: jobs.Work, commands: Commands) -> tuple[str, Callable[[], Any]]:
+    """Its name, and what makes it once that is confirmed."""
     if args.image:
-        return image.check_image(args.image)
+        return image.check_image(args.image), lambda: None
     if not args.repository:
         raise ConfigError(
             "--image=HOST/PROJECT/REPOSITORY/NAME:TAG is not given; nor is --repository, where one of this checkout would "
@@ -82,11 +94,15 @@ def _image(args: Any, name: str, work: jobs.Work, commands: Commands) -> str:
         )
     repository = image.check_repository(args.repository)
     files = package.checkout(args.allow_uncommitted)
-    target = package.folder(f"image-{name}-{files.commit}")
-    folder = image.context(target, files, commands, args.with_package, args.allow_uncommitted, work.gin_files)
     # The Gin files that travel along are part of it.
     tag = f"{files.commit}-{work.fingerprint}" if work.gin_files else files.commit
-    return image.build(folder, f"{repository}:{tag}", files, commands)
+
+    def build() -> None:
+        target = package.folder(f"image-{name}-{files.commit}")
+        folder = image.context(target, files, commands, args.with_package, args.allow_uncommitted, work.gin_files)
+        image.build(folder, f"{repository}:{tag}", files, commands)
+
+    return f"{repository}:{tag}", build
 
 
 def _summary(args: Any, name: str, work: jobs.Work, used: str) -> str:
