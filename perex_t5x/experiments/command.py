@@ -6,8 +6,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -15,6 +15,10 @@ from perex_t5x import cli, console
 from perex_t5x.errors import ConfigError
 from perex_t5x.experiments import summary
 from perex_t5x.experiments.sweep import Sweep
+
+if TYPE_CHECKING:
+    from perex_t5x.experiments.plan import Plan
+    from perex_t5x.experiments.runs import Result
 
 
 def main(usage: str | None, argv: Sequence[str] | None = None) -> None:
@@ -71,6 +75,15 @@ def _main(args: Any) -> int:
     console.set_up(everything=args.alsologtostderr)
     if not args.sweep:
         raise ConfigError("no --sweep given. To begin with: --sweep=sweeps/learning_rate.gin --together")
+    options = {"together": args.together, "parallel": args.parallel, "only": args.only}
+    return carry_out(args, lambda plan, folder: plan.run(folder, **options))
+
+
+def carry_out(args: Any, run_plan: Callable[[Plan, str], list[Result]]) -> int:
+    """Checks the sweep that the flags describe, has `run_plan(plan, folder)` run it, and says what came of it.
+
+    Returns the status with which the command ends.
+    """
     start(args)
     sweep = Sweep.load(args.sweep, args.sweep_bindings, args.gin_search_paths)
     plan = sweep.plan(args.gin_file, args.gin_bindings, args.gin_search_paths, flags=passed_on(args))
@@ -91,7 +104,7 @@ def _main(args: Any) -> int:
         print("dry run: the sweep is fine. Nothing was run.")
         return 0
     try:
-        results = plan.run(folder, together=args.together, parallel=args.parallel, only=args.only)
+        results = run_plan(plan, folder)
     except KeyboardInterrupt as e:
         print(f"\n{e}", file=sys.stderr, flush=True)
         return cli.EXIT_INTERRUPTED

@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 COLUMNS = ("steps", "examples_seen", "train_loss", "eval_loss", "best_eval_loss", "seconds", "error")
 
 
+class InUseError(ConfigError):
+    """Another process of this machine holds the folder."""
+
+    def __init__(self, message: str, process: str):
+        super().__init__(message)
+        self.process = process
+
+
 class Folder:
     """Reads and writes what a sweep keeps."""
 
@@ -48,9 +56,11 @@ class Folder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 file.seek(0)
-                raise ConfigError(
-                    f"--dir={self.root}: a sweep is running in this folder (process {file.read().strip() or '?'}). Wait for "
-                    "it, stop it with Ctrl-C, or choose another folder."
+                process = file.read().strip() or "?"
+                raise InUseError(
+                    f"--dir={self.root}: a sweep is running in this folder (process {process}). Wait for it, stop it with "
+                    "Ctrl-C, or choose another folder.",
+                    process,
                 ) from None
             file.truncate(0)
             file.write(str(os.getpid()))

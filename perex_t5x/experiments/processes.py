@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from perex_t5x import cli
 from perex_t5x.experiments import folder as folders
@@ -35,7 +35,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 _PERIOD = 0.2  # seconds between looks
 
 
-class _Child:
+class Child:
     """A run's process."""
 
     def __init__(self, run: Run, root: str, environment: dict[str, str]):
@@ -45,14 +45,18 @@ class _Child:
         self.log = os.path.join(self.folder, "log.txt")
         with open(self.log, "ab") as log:
             self._start = log.tell()
-            self.process = subprocess.Popen(
-                [sys.executable, "-S", "-E", "-c", DIES_WITH_PARENT, str(os.getpid()), *run.command(root)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the sweep alone, which passes it on
-            )
+            self.process = self.start(run.command(root), environment, log)
+
+    def start(self, command: list[str], environment: dict[str, str], log: BinaryIO) -> Any:
+        """Anything with `poll()`, `returncode` and `send_signal()`, as of `subprocess.Popen`."""
+        return subprocess.Popen(
+            [sys.executable, "-S", "-E", "-c", DIES_WITH_PARENT, str(os.getpid()), *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the sweep alone, which passes it on
+        )
 
     def said(self, most: int = 20_000) -> str:
         """The end of what it has printed since it was started."""
@@ -116,6 +120,7 @@ def run_all(
     finished: Callable[[Run, Result], None],
     parallel: int,
     stop: threading.Event,
+    child: Callable[[Run, str, dict[str, str]], Child] = Child,
 ) -> None:
     """Runs all; `finished` is told of each end. Where `stop` is set, the processes save and end, and no more are started."""
     environment = _environment(root)
@@ -130,13 +135,13 @@ def run_all(
             while waiting and len(children) < parallel:
                 run = waiting.pop(0)
                 overview.started(run.name)
-                children.append(_Child(run, root, environment))
-            for child in [c for c in children if c.process.poll() is not None]:
-                children.remove(child)
-                finished(child.run, child.result())
-            for child in children:
-                if (made := child.progress()) is not None:
-                    overview.progress(child.run.name, *made)
+                children.append(child(run, root, environment))
+            for ended in [c for c in children if c.process.poll() is not None]:
+                children.remove(ended)
+                finished(ended.run, ended.result())
+            for going in children:
+                if (made := going.progress()) is not None:
+                    overview.progress(going.run.name, *made)
             time.sleep(_PERIOD)
     finally:
         _signal(children, signal.SIGKILL)

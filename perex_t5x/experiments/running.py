@@ -31,6 +31,7 @@ def run(
     only: str | None = None,
     overview: Any = None,
     programs: dict[str, Any] | None = None,
+    child: Any = None,
 ) -> list[Result]:
     """Runs what is not finished, and returns the results of all of the plan's runs, in its order.
 
@@ -43,6 +44,7 @@ def run(
       only: a regular expression found in the names of the runs to run.
       overview: a stream for the live overview; None: stderr.
       programs: a dictionary that keeps what `together` compiles, for a later call in this process.
+      child: what starts a run, in place of `processes.Child`, such as a work unit of XManager.
 
     Raises:
       ConfigError: the folder holds another sweep, or one that is running.
@@ -92,7 +94,7 @@ def run(
             else:
                 from perex_t5x.experiments import processes
 
-                processes.run_all(todo, folder, show, finished, parallel, stop)
+                processes.run_all(todo, folder, show, finished, parallel, stop, child or processes.Child)
         if stop.is_set():
             done = sum(r.name in results and results[r.name].final for r in plan.runs)
             raise KeyboardInterrupt(

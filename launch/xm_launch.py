@@ -1,0 +1,22 @@
+#!/usr/bin/env python3
+"""Runs and sweeps through XManager; see docs/launch_xmanager.md.
+
+xmanager launch launch/xm_launch.py -- --sweep=sweeps/learning_rate.gin --executor=local --parallel=2
+xmanager launch launch/xm_launch.py -- --gin_file=runs/quickstart.gin --gin.MODEL_DIR=runs/one
+"""
+
+import sys
+from pathlib import Path
+
+try:
+    import perex_t5x  # noqa: F401
+except ImportError:
+    sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from perex_t5x.launching.xm import command
+
+command.define_flags(sys.argv)
+main = command.main  # XManager calls it once it has read the flags
+
+if __name__ == "__main__":
+    command.run()

@@ -1,0 +1,177 @@
+"""Builds and pushes the container image of the committed files.
+
+    ./launch/build_image.py --repository=europe-docker.pkg.dev/PROJECT/perex/perex
+    ./launch/build_image.py --repository=... --cloud_build      without Docker on this machine
+
+The image's tag is the commit; its whole name is the only line on stdout, for --image of the launchers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from perex_t5x.errors import ConfigError
+from perex_t5x.launching import names, package, program
+from perex_t5x.launching.commands import CommandError, Commands
+from perex_t5x.launching.jobs import Work
+
+FILES = ("launch/Dockerfile", "launch/.dockerignore")
+_REPOSITORY = re.compile(r"[a-z0-9.-]+(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)+")
+_IMAGE = re.compile(_REPOSITORY.pattern + r"(:[\w][\w.-]{0,127}|@sha256:[0-9a-f]{64})", re.ASCII)
+_HOUR = 3600
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """launch/build_image.py; does not return."""
+    flags.DEFINE_string("repository", None, "Where the image goes, without a tag: HOST/PROJECT/REPOSITORY/NAME.")
+    flags.DEFINE_bool("push", True, "Push it; with --nopush it stays on this machine.")
+    flags.DEFINE_bool("cloud_build", False, "Let Google Cloud Build make and push it.")
+    flags.DEFINE_string("project", None, "With --cloud_build: the project that builds.")
+    flags.DEFINE_bool("allow_uncommitted", False, "Take files along as they are, though they are not committed.")
+    flags.DEFINE_list("with_package", [], "Further wheels or project folders to install, such as your own tasks.")
+    flags.DEFINE_bool("dry_run", False, "Print the commands, and run none.")
+    program.run(_main, __doc__, argv)
+
+
+def _main(args: Any, words: list[str]) -> int:
+    if words:
+        raise ConfigError(f"{words[0]!r} is not a flag.")
+    if args.project:
+        names.check_project(args.project)
+    repository = check_repository(args.repository)
+    files = package.checkout(args.allow_uncommitted)
+    commands = Commands(args.dry_run)
+    target = package.folder(f"image-{files.commit}")
+    built = context(target, files, commands, args.with_package, args.allow_uncommitted)
+    image = build(built, f"{repository}:{files.commit}", files, commands, args.push, args.cloud_build, args.project)
+    if not args.dry_run:
+        print(image)
+    return 0
+
+
+def check_repository(repository: str | None) -> str:
+    """
+    >>> check_repository("europe-docker.pkg.dev/my-project/perex/perex")
+    'europe-docker.pkg.dev/my-project/perex/perex'
+    """
+    if not repository:
+        raise ConfigError(
+            "--repository is not given: such as europe-docker.pkg.dev/PROJECT/perex/perex, after\n  gcloud artifacts "
+            "repositories create perex --repository-format=docker --location=europe"
+        )
+    if not _REPOSITORY.fullmatch(repository):
+        raise ConfigError(
+            f"--repository={repository!r}: write HOST/PROJECT/REPOSITORY/NAME, in lower case and without a tag: that is the "
+            "commit."
+        )
+    return repository
+
+
+def check_image(image: str) -> str:
+    """
+    >>> check_image("europe-docker.pkg.dev/my-project/perex/perex:1ced5d4")
+    'europe-docker.pkg.dev/my-project/perex/perex:1ced5d4'
+    """
+    if not _IMAGE.fullmatch(image):
+        raise ConfigError(f"--image={image!r}: write HOST/PROJECT/REPOSITORY/NAME:TAG.")
+    return image
+
+
+def context(
+    target: str,
+    files: package.Checkout,
+    commands: Commands,
+    with_package: Sequence[str] = (),
+    allow_uncommitted: bool = False,
+    gin_files: Mapping[str, str] | None = None,
+) -> str:
+    """The folder that Docker builds from: the Dockerfile, a wheel of the committed files, what they need.
+
+    Raises:
+      ConfigError: the Dockerfile is not committed as it is.
+    """
+    texts = {os.path.basename(name): _text(files, name, allow_uncommitted) for name in FILES}
+    if not commands.dry_run:
+        os.makedirs(target, exist_ok=True)
+    work = Work("image", "", (), gin_files=gin_files or {})
+    bundle = package.build(work, target, files, commands, with_package, archive=False)
+    if commands.dry_run:
+        return bundle
+    texts["requirements.txt"] = requirements(Path(target, "source", "pyproject.toml").read_text(encoding="utf-8"))
+    for name, text in texts.items():
+        Path(bundle, name).write_text(text, encoding="utf-8")
+    return bundle
+
+
+def requirements(pyproject: str) -> str:
+    """What the wheel needs on a TPU, as pip reads it: a layer of the image that seldom changes.
+
+    >>> requirements('[project]\\nname = "a"\\ndependencies = ["b>=1"]\\n[project.optional-dependencies]\\ntpu = ["c"]')
+    'b>=1\\nc\\n'
+    """
+    project = tomllib.loads(pyproject)["project"]
+    return "".join(f"{line}\n" for line in [*project["dependencies"], *project["optional-dependencies"]["tpu"]])
+
+
+def build(
+    folder: str,
+    image: str,
+    files: package.Checkout,
+    commands: Commands,
+    push: bool = True,
+    cloud_build: bool = False,
+    project: str | None = None,
+) -> str:
+    """Builds, and pushes; returns the image's name."""
+    if cloud_build:
+        where = [f"--project={project}"] if project else []
+        _run(commands, ["gcloud", "builds", "submit", folder, f"--tag={image}", "--timeout=1h", "--quiet", *where])
+        return image
+    if shutil.which("docker") is None and not commands.dry_run:
+        raise ConfigError(
+            "docker is not installed, or not on the PATH: install it, https://docs.docker.com/engine/install, or give "
+            "--cloud_build."
+        )
+    argument = f"--build-arg=COMMIT={files.commit}"
+    _run(commands, ["docker", "build", "--platform=linux/amd64", f"--tag={image}", argument, folder])
+    if push:
+        _run(commands, ["docker", "push", image])
+    return image
+
+
+def _run(commands: Commands, argv: list[str]) -> None:
+    print(f"{' '.join(argv[:2])} ... this takes minutes", file=sys.stderr, flush=True)
+    try:
+        commands.run(argv, timeout=_HOUR)
+    except CommandError as e:
+        if re.search(r"denied|unauthorized|Unauthenticated|no basic auth", e.completed.stderr, re.IGNORECASE):
+            host = argv[-1].partition("/")[0]
+            raise ConfigError(
+                f"{e}\nMay you push there? For Docker: gcloud auth configure-docker {host if '.' in host else 'HOST'}"
+            ) from e
+        raise
+
+
+def _text(files: package.Checkout, name: str, allow_uncommitted: bool) -> str:
+    """As it is committed; as it is, if that is allowed."""
+    path = Path(files.root, name)
+    try:
+        committed = Commands().run(["git", "-C", files.root, "show", f"HEAD:{name}"]).stdout
+    except CommandError:
+        committed = None
+    there = path.read_text(encoding="utf-8") if path.exists() else None
+    if there is not None and there != committed and not allow_uncommitted:
+        raise ConfigError(f"{name} is not committed as it is. Commit it, or give --allow_uncommitted.")
+    text = there if allow_uncommitted and there is not None else committed
+    if text is None:
+        raise ConfigError(f"{path} is missing.")
+    return text

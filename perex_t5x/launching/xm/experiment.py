@@ -1,0 +1,207 @@
+"""An XManager experiment on this machine whose work units are runs: `xm.Binary` on `xm_local.Local()`, no container.
+
+XManager's own records (by default ~/.xmanager/experiments.sqlite3) then hold the experiment with its title, and each work
+unit with its job: the run's name, process and settings. xmanager.json in the sweep's folder says which unit is which run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+from absl import logging
+
+from perex_t5x.errors import ConfigError
+from perex_t5x.experiments import folder as folders
+from perex_t5x.experiments import processes
+from perex_t5x.experiments.runs import Run
+from perex_t5x.launching.xm import records, unit
+
+
+def modules() -> tuple[Any, Any]:
+    """`xm` and `xm_local`; a reason where XManager is not installed."""
+    try:
+        from xmanager import xm, xm_local
+    except ImportError as e:
+        raise ConfigError(
+            f"XManager cannot be imported ({e}). Install it with: pip install 'perex_t5x[launch]'. Without it, "
+            "python -m perex_t5x.experiments.sweep takes the same flags."
+        ) from e
+    return xm, xm_local
+
+
+class Experiment:
+    """Made with its first work unit, so that a sweep that is finished already leaves no empty experiment behind.
+
+    Attributes:
+      title: as XManager shows it.
+      record: the file in which experiments and work units are written down for people.
+    """
+
+    def __init__(self, title: str, record: str):
+        self.title, self.record = title, record
+        self._xm, self._xm_local = modules()
+        self._made: Any = None
+        self._binary: Any = None
+        self._entry: dict[str, Any] = {}
+        self._scratch = tempfile.mkdtemp(prefix="perex_t5x_xm_")
+
+    def __enter__(self) -> Experiment:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            if self._made is not None:
+                close_quietly(self._made, *exc)
+                _forget_ended_jobs()
+        finally:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def child(self, run: Run, root: str, environment: dict[str, str]) -> processes.Child:
+        """Starts a run as a work unit; for `perex_t5x.experiments.running.run`."""
+        return _WorkUnit(self, run, root, environment)
+
+    def add(self, run: Run, command: list[str], environment: Mapping[str, str], log: str) -> UnitProcess:
+        if self._made is None:
+            self._open()
+        number = len(self._entry["work_units"]) + 1
+        status = os.path.join(self._scratch, f"{number}.json")
+        arguments = ["-I", "-S", os.path.abspath(unit.__file__), status, str(os.getpid()), log, *command]
+        job = self._xm.Job(
+            self._binary,
+            executor=self._xm_local.Local(experimental_stream_output=False),
+            name=run.name,
+            args=arguments,
+            env_vars={name: value for name, value in environment.items() if os.environ.get(name) != value},
+        )
+
+        async def launch(work_unit: Any, /, **settings: Any) -> None:
+            await work_unit.add(job)
+
+        launched = self._made.add(launch, args=settings(run))
+        self._entry["work_units"][str(number)] = {"run": run.name, **settings(run)}
+        self._write_record()
+        return UnitProcess(run, launched, status)
+
+    def _open(self) -> None:
+        try:
+            made = self._xm_local.create_experiment(experiment_title=self.title)
+        except Exception as e:  # of the database: not writable, of an older version, a server that is not there
+            raise ConfigError(f"XManager cannot open its records of experiments: {type(e).__name__}: {e}") from e
+        made.__enter__()
+        self._made = made
+        [self._binary] = made.package(
+            [
+                self._xm.Packageable(
+                    executable_spec=self._xm.Binary(path=sys.executable),
+                    executor_spec=self._xm_local.Local.Spec(),
+                )
+            ]
+        )
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._entry = {
+            "experiment_id": made.experiment_id,
+            "title": self.title,
+            "started": started,
+            "work_units": {},
+        }
+        logging.info("XManager experiment %d, %r", made.experiment_id, self.title)
+
+    def _write_record(self) -> None:
+        """Earlier launches of the same folder stay in it."""
+        try:
+            with open(self.record, encoding="utf-8") as f:
+                earlier = json.load(f)
+        except (OSError, ValueError):
+            earlier = []
+        others = [entry for entry in earlier if entry.get("experiment_id") != self._entry["experiment_id"]]
+        text = json.dumps([*others, self._entry], indent=1, ensure_ascii=False, default=str)
+        folders.write_atomically(self.record, text + "\n")
+
+
+class _WorkUnit(processes.Child):
+    """A run whose process is started by XManager."""
+
+    def __init__(self, experiment: Experiment, run: Run, root: str, environment: dict[str, str]):
+        self._experiment = experiment
+        super().__init__(run, root, environment)
+
+    def start(self, command: list[str], environment: dict[str, str], log: BinaryIO) -> UnitProcess:
+        return self._experiment.add(self.run, command, environment, self.log)
+
+
+class UnitProcess:
+    """What of `subprocess.Popen` the sweep needs, for the process of a work unit."""
+
+    def __init__(self, run: Run, launched: asyncio.Future, status: str):
+        self.returncode: int | None = None
+        self._run, self._launched, self._status = run, launched, status
+        self._work_unit: Any = None
+        self._ended: Any = None
+        self._asked: int | None = None
+        self._recorded = False
+
+    def poll(self) -> int | None:
+        if self.returncode is not None or not self._launched.done():
+            return self.returncode
+        if self._ended is None:
+            self._work_unit = self._launched.result()
+            waiting = self._work_unit.wait_until_complete()
+            self._ended = asyncio.run_coroutine_threadsafe(waiting, self._launched.get_loop())
+        pid = self._read().get("pid")
+        if pid and not self._recorded:
+            self._recorded = True
+            records.insert_local_job(self._work_unit, self._run.name, pid, settings(self._run))
+        if pid and self._asked is not None:
+            number, self._asked = self._asked, None
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if self._ended.done():
+            # Where nothing was written, the process was killed before it could.
+            self.returncode = self._read().get("returncode", -signal.SIGKILL)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Kept until the process can take it: it may not have begun."""
+        self._asked = number
+        self.poll()
+
+    def _read(self) -> dict[str, int]:
+        try:
+            with open(self._status, encoding="utf-8") as f:
+                return json.load(f)
+        except (OSError, ValueError):
+            return {}
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """What distinguishes a run, as XManager takes it: numbers and text."""
+    numbers = {"batch_size": run.batch_size, "learning_rate": run.learning_rate}
+    found = {**run.values, **numbers, "seed": run.seed if run.values else None}  # that of a single run is not known
+    return {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in found.items() if v is not None}
+
+
+def close_quietly(experiment: Any, *exc: Any) -> None:
+    """Ends an experiment without its "Waiting for local jobs to complete", which is said though there are none any more."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        experiment.__exit__(*exc)
+
+
+def _forget_ended_jobs() -> None:
+    """XManager would tell, as the interpreter ends, that it terminates jobs "that may still be running"."""
+    import atexit
+
+    from xmanager.xm_local import execution
+
+    if (tell := getattr(execution, "_terminate_local_jobs", None)) is not None:
+        atexit.unregister(tell)
