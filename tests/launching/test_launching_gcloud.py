@@ -92,6 +92,15 @@ def test_preempted_half_way_goes_on_on_new_slices(cloud):
     assert cloud.resources == {}
 
 
+def test_preempted_before_the_program_runs(cloud):
+    scenario(cloud, states=["ACTIVE"], preempt_at_ssh=2)
+    cloud.work(cloud.job("a", ""))
+    done = cloud.launch()
+    assert done.status == 0, done.err
+    assert "taken away before the program ran" in done.err and cloud.verbs.count("create") == 2
+    assert sorted(cloud.ran) == ["a0", "a1"] and cloud.resources == {}
+
+
 @pytest.mark.slow
 def test_preempted_too_often(cloud):
     cloud.work(cloud.job("a", "open(cloud + '/preempt', 'w')\ntime.sleep(60)"))
@@ -190,6 +199,7 @@ COMMON = {"files": [], "bindings": [], "learning_rate": 0.1, "train_steps": 10, 
 RUN = {"name": "a", "values": {"batch_size": 8}, "batch_size": 8, **COMMON}
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_is_started_again_while_it_makes_progress(cloud):
     code = "n = sum('checkpoint' in name for name in os.listdir(here))\n"
     code += "if host == '0' and n < 4: os.makedirs(f'{here}/checkpoint_{n}')\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import subprocess
 import sys
@@ -100,8 +101,9 @@ class Follower:
                     return words[1]
                 self._silent = 0
                 self._bytes += len(line)
-                sys.stdout.buffer.write(line)
-                sys.stdout.buffer.flush()
+                with contextlib.suppress(OSError, ValueError):  # nobody reads it any more: the run is worth more
+                    sys.stdout.buffer.write(line)
+                    sys.stdout.buffer.flush()
         finally:
             end(process, grace=2, close=False)
 
