@@ -44,7 +44,11 @@ class Session:
     commit: str
     _seen: set[str] = field(default_factory=set)
     _restarts: int = 0
+    _follower: Follower = field(init=False)
     _named: bool = False  # whether someone else sees to it that the slices are deleted or named
+
+    def __post_init__(self) -> None:
+        self._follower = Follower(self.steps)
 
     def prepare(self) -> None:
         """Copies, installs and starts on slices that are there."""
@@ -143,7 +147,7 @@ class Session:
 
     def _follow(self) -> str:
         for _ in range(_MOST_LOOKS):
-            ended = Follower(self.steps).follow()
+            ended = self._follower.follow()
             if ended != following.UNSTARTED:
                 break
             say("nothing is started there yet")
@@ -157,6 +161,7 @@ class Session:
             if ended == following.PREEMPTED:
                 self.steps.delete()
                 self.make(leftovers)
+                self._follower = Follower(self.steps)  # a new log
             elif ended == following.UNSTARTED:
                 self.prepare()
             else:
