@@ -92,6 +92,15 @@ def test_preempted_half_way_goes_on_on_new_slices(cloud):
     assert cloud.resources == {}
 
 
+def test_preempted_before_the_program_runs(cloud):
+    scenario(cloud, states=["ACTIVE"], preempt_at_ssh=2)
+    cloud.work(cloud.job("a", ""))
+    done = cloud.launch()
+    assert done.status == 0, done.err
+    assert "taken away before the program ran" in done.err and cloud.verbs.count("create") == 2
+    assert sorted(cloud.ran) == ["a0", "a1"] and cloud.resources == {}
+
+
 @pytest.mark.slow
 def test_preempted_too_often(cloud):
     cloud.work(cloud.job("a", "open(cloud + '/preempt', 'w')\ntime.sleep(60)"))
@@ -190,6 +199,7 @@ COMMON = {"files": [], "bindings": [], "learning_rate": 0.1, "train_steps": 10, 
 RUN = {"name": "a", "values": {"batch_size": 8}, "batch_size": 8, **COMMON}
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_is_started_again_while_it_makes_progress(cloud):
     code = "n = sum('checkpoint' in name for name in os.listdir(here))\n"
     code += "if host == '0' and n < 4: os.makedirs(f'{here}/checkpoint_{n}')\n"
@@ -204,6 +214,7 @@ def test_a_program_that_only_fails_is_given_up(cloud):
     done = cloud.launch()
     assert done.status == 1 and "failed 3 times without a newer checkpoint" in done.err
     assert cloud.ran.count("a0") == 3 and cloud.resources == {}
+    assert done.out.count("\nhello of a on 0\n") == 3, "the log goes on, and is not repeated"
 
 
 def test_a_slip_is_not_repeated(cloud):
@@ -254,8 +265,8 @@ def test_interrupted_while_following_the_run_goes_on(cloud):
 
 
 def test_stopped_by_hand(cloud):
-    saves = "import signal\nsignal.signal(15, lambda n, f: (print('saved', flush=True), sys.exit(130)))\ntime.sleep(60)"
-    cloud.work(cloud.job("a", saves))
+    saves = "import signal\nsignal.signal(15, lambda n, f: (print('saved', flush=True), sys.exit(130)))\n"
+    cloud.work(cloud.job("a", saves + "while not os.path.exists(cloud + '/go'): time.sleep(0.1)"))
     process = cloud.start()
     cloud.wait_for(lambda: len(cloud.ran) == 2)
     assert cloud.command("stop", "--name=run").status == 0
@@ -267,6 +278,16 @@ def test_stopped_by_hand(cloud):
     assert cloud.command("list").out.startswith("run  ACTIVE  1 slice(s)  commit 0123456789ab")
     refused = cloud.command("delete_all")
     assert refused.status == 2 and "Give --yes" in refused.err and cloud.resources
+    (cloud.folder / "go").touch()
+    again = cloud.launch()
+    assert again.status == 0 and "it is started again" in again.err, again.err
+    assert sorted(cloud.ran) == ["a0", "a0", "a1", "a1"] and cloud.verbs.count("create") == 1
+    assert cloud.resources == {}
+
+
+def test_delete_all(cloud):
+    cloud.work(cloud.job("a", ""))
+    assert cloud.launch(keep=True).last.startswith("still there: queued resource run")
     assert cloud.command("delete_all", "--yes").status == 0
     assert cloud.resources == {}
 

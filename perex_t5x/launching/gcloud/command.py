@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -120,7 +121,25 @@ def _join(request: Request, todo: Steps, options: Options, url: str, state: str)
     run = Session(todo, request, options, url, "joined")
     if state != "ACTIVE":
         todo.wait(options.wait_hours)
+    if _has_stopped(todo.status()):
+        say("the program there has stopped: it is started again, with the package as it is now")
+        with Leftovers(todo.commands, request.keep) as leftovers:
+            leftovers.add(todo.target.what, todo.target.delete())
+            todo.upload(request, package.checkout(request.allow_uncommitted))
+            todo.stop()
+            run.prepare()
+            leftovers.keep(todo.target.what)
     return run.run()
+
+
+def _has_stopped(status: str) -> bool:
+    """Whether a host's program has ended before its work was done.
+
+    >>> _has_stopped("running: step 5\\nended with 130: saved\\n"), _has_stopped("ended with 0: done\\n")
+    (True, False)
+    """
+    ended = re.findall(r"^ended with (\d+)|^(lost)", status, re.MULTILINE)
+    return any(number not in ("0", "3") for number, lost in ended)
 
 
 def _create(request: Request, todo: Steps, options: Options) -> int:

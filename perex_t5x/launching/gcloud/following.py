@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import subprocess
 import sys
@@ -22,7 +23,7 @@ _GRACE_LOOKS = 5
 
 @dataclass
 class Follower:
-    """Prints worker 0's log until the program has ended or the slices are gone."""
+    """Prints worker 0's log until the program has ended or the slices are gone; called again, from there on."""
 
     steps: Steps
     _bytes: int = 0
@@ -84,6 +85,7 @@ class Follower:
         lines: queue.Queue[bytes | None] = queue.Queue()
         threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
         self._silent += 1
+        blank = 0  # lines; the last one before the exit status is not the log's
         try:
             while True:
                 try:
@@ -97,11 +99,14 @@ class Follower:
                     return None
                 words = line.decode(errors="replace").split()
                 if len(words) == 2 and words[0] == remote.EXIT:
+                    self._bytes += max(blank - 1, 0)
                     return words[1]
                 self._silent = 0
-                self._bytes += len(line)
-                sys.stdout.buffer.write(line)
-                sys.stdout.buffer.flush()
+                blank, counted = (blank + 1, 0) if line == b"\n" else (0, blank + len(line))
+                self._bytes += counted
+                with contextlib.suppress(OSError, ValueError):  # nobody reads it any more: the run is worth more
+                    sys.stdout.buffer.write(line)
+                    sys.stdout.buffer.flush()
         finally:
             end(process, grace=2, close=False)
 

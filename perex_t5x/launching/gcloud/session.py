@@ -43,7 +43,12 @@ class Session:
     url: str
     commit: str
     _seen: set[str] = field(default_factory=set)
+    _restarts: int = 0
+    _follower: Follower = field(init=False)
     _named: bool = False  # whether someone else sees to it that the slices are deleted or named
+
+    def __post_init__(self) -> None:
+        self._follower = Follower(self.steps)
 
     def prepare(self) -> None:
         """Copies, installs and starts on slices that are there."""
@@ -52,16 +57,38 @@ class Session:
         self.steps.start()
 
     def make(self, leftovers: Leftovers) -> None:
-        """Creates the slices and starts the program on them. Until it runs, whatever happens deletes them."""
-        leftovers.add(self.steps.target.what, self.steps.target.delete())
-        try:
-            self.steps.create(self.request, self.commit, self.options.reserved, self.options.create_flags)
-        except ExistsError:
-            leftovers.keep(self.steps.target.what)  # another launch made it, a moment ago
-            raise
-        self.steps.wait(self.options.wait_hours)
-        self.prepare()
+        """Creates the slices and starts the program on them. Until it runs, whatever happens deletes them.
+
+        Spot slices can be taken away before it runs; then new ones are asked for.
+        """
+        while True:
+            leftovers.add(self.steps.target.what, self.steps.target.delete())
+            try:
+                self.steps.create(self.request, self.commit, self.options.reserved, self.options.create_flags)
+            except ExistsError:
+                leftovers.keep(self.steps.target.what)  # another launch made it, a moment ago
+                raise
+            try:
+                self.steps.wait(self.options.wait_hours)
+                self.prepare()
+                break
+            except TrainingError:
+                if self.steps.describe().state not in ("SUSPENDING", "SUSPENDED"):
+                    raise
+            say("the slices were taken away before the program ran")
+            self._count()
+            self.steps.delete()
         leftovers.keep(self.steps.target.what)
+
+    def _count(self) -> None:
+        """Counts a restart; one too many is an error."""
+        self._restarts += 1
+        if self._restarts > self.request.max_restarts:
+            raise TrainingError(
+                f"interrupted {self._restarts} times, --max_restarts={self.request.max_restarts}. What was done is kept: "
+                "the same launch goes on with it."
+            )
+        say(f"starting again, {self._restarts} of at most {self.request.max_restarts} times")
 
     def run(self) -> int:
         """To the end; returns the exit status of the launch."""
@@ -91,7 +118,7 @@ class Session:
         ]
 
     def _run(self) -> int:
-        restarts = failures = 0
+        failures = 0
         while True:
             ended = self._follow()
             if ended in ("0", "3"):
@@ -112,15 +139,15 @@ class Session:
                     self._give_up(
                         TrainingError(f"the program failed {failures} times without a newer checkpoint, see above.")
                     )
-            restarts += 1
-            if restarts > self.request.max_restarts:
-                self._give_up(TrainingError(f"interrupted {restarts} times, --max_restarts={restarts - 1}."))
-            say(f"starting again, {restarts} of at most {self.request.max_restarts} times")
+            try:
+                self._count()
+            except TrainingError as e:
+                self._give_up(e)
             self._again(ended)
 
     def _follow(self) -> str:
         for _ in range(_MOST_LOOKS):
-            ended = Follower(self.steps).follow()
+            ended = self._follower.follow()
             if ended != following.UNSTARTED:
                 break
             say("nothing is started there yet")
@@ -134,6 +161,7 @@ class Session:
             if ended == following.PREEMPTED:
                 self.steps.delete()
                 self.make(leftovers)
+                self._follower = Follower(self.steps)  # a new log
             elif ended == following.UNSTARTED:
                 self.prepare()
             else:
