@@ -142,7 +142,7 @@ def _container(shape: Shape, command: Sequence[str]) -> dict[str, Any]:
 def _environment(shape: Shape) -> list[dict[str, Any]]:
     """TPU_WORKER_ID and TPU_WORKER_HOSTNAMES come from GKE, for indexed jobs with a subdomain.
 
-    The variables that join slices are written out, with the values GKE's own webhook gives: not every cluster has it.
+    The variables that join slices are written out: JobSet by itself does not set them.
     """
     environment: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
     if shape.slices > 1:
