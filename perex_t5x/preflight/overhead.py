@@ -197,7 +197,8 @@ _HEADER = """# The cost of mean and mean square
 Made by `python -m perex_t5x.preflight.overhead`, whose help says what is compiled. Cycles and temporary memory (HBM) are
 multiples of the plain gradient's, each at the better of two microbatch sizes: all 8 examples of a chip at once, or one at a
 time (marked ¹). How cycles are counted, and what is not: [preflight.md](preflight.md). *dp*: every chip has all parameters.
-*fsdp*: they are sharded. A dash: does not fit on the chip; an empty cell: not possible, or not compiled.
+*fsdp*: they are sharded, and one example at a time gathers them for each; no collective is counted. A dash: does not fit on
+the chip; an empty cell: not possible, or not compiled.
 """
 
 
