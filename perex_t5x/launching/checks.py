@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,8 +13,8 @@ from typing import Any
 
 import perex_t5x
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.launching import estimate, names, package
-from perex_t5x.launching.commands import Commands
+from perex_t5x.launching import estimate, leftovers, names, package
+from perex_t5x.launching.commands import Commands, Completed
 from perex_t5x.launching.jobs import Job
 from perex_t5x.launching.request import Request
 
@@ -40,7 +39,7 @@ def check_gin(request: Request, commands: Commands) -> None:
         return  # the check needs files that a dry run does not write
     say(f"checking the Gin files on {devices} fake device(s)")
     with tempfile.TemporaryDirectory() as folder:
-        package.write_jobs(request.work, folder)
+        package.write_jobs(request.work, folder, commands)
         argv = _python(request, "perex_t5x.launching.gin_check", f"--jobs={folder}/jobs.json", f"--devices={devices}")
         done = commands.run(argv, check=False)
     if done.returncode == 2 and done.stdout.strip():
@@ -87,18 +86,19 @@ def preflight(request: Request, commands: Commands) -> estimate.Estimate:
 
 def _preflight_one(request: Request, job: Job, commands: Commands) -> float | None:
     """Seconds a step."""
-    kept = os.path.join(package.folder(request.name), "preflight")
-    gin_dir = os.path.join(kept, "gin")
-    if not commands.dry_run:
-        shutil.rmtree(gin_dir, ignore_errors=True)
-        os.makedirs(gin_dir)
-        package.write_jobs(request.work, gin_dir)
-    path = os.path.join(kept, f"{names.fingerprint(job.name)}.json")
-    where = [f"--topology={request.slice.topology}", f"--slices={request.slices}", f"--json={path}"]
+    where = [f"--topology={request.slice.topology}", f"--slices={request.slices}"]
     argv = _python(request, "perex_t5x.preflight", *where, *job.gin_arguments)
-    done = commands.run(argv, check=False, cwd=None if commands.dry_run else gin_dir)
     if commands.dry_run:
+        commands.run(argv)
         return None
+    with tempfile.TemporaryDirectory() as folder:  # of this launch alone
+        package.write_jobs(request.work, folder, commands)
+        path = os.path.join(folder, "preflight.json")
+        return _compiled(request, job, commands.run([*argv, f"--json={path}"], check=False, cwd=folder), path)
+
+
+def _compiled(request: Request, job: Job, done: Completed, path: str) -> float | None:
+    """Seconds a step, of what preflight has said and written."""
     if done.returncode == 1 and os.path.exists(path) and done.stdout.strip():
         say(done.stdout)
         raise ConfigError(
@@ -112,7 +112,6 @@ def _preflight_one(request: Request, job: Job, commands: Commands) -> float | No
         raise ConfigError(f"preflight of {job.name}: {message}")
     with open(path, encoding="utf-8") as f:
         found = json.load(f)["cases"][0]
-    os.unlink(path)
     say(done.stdout)
     return found["seconds"]
 
@@ -143,7 +142,7 @@ def zone_has(request: Request, commands: Commands) -> None:
     done = commands.run(argv, check=False)
     if done.returncode == 0:
         return
-    if re.search(r"NOT_FOUND|not found", done.stderr):
+    if re.search(leftovers.GONE, done.stderr):
         raise ConfigError(
             f"--zone={request.zone} has no {kind}. What it has: gcloud compute tpus accelerator-types list "
             f"{' '.join(where)}. Zones by chip: https://cloud.google.com/tpu/docs/regions-zones"
@@ -159,8 +158,16 @@ def confirm(summary: str, request: Request, ask: Callable[[str], str] = input) -
     if not sys.stdin.isatty():
         raise ConfigError("nothing was created: this is not a terminal where one could be asked. Give --yes.")
     print("Create? [y/N] ", end="", file=sys.stderr, flush=True)
-    if ask("").strip().lower() not in ("y", "yes"):
+    if answer(ask) not in ("y", "yes"):
         raise ConfigError("nothing was created.")
+
+
+def answer(ask: Callable[[str], str] = input) -> str:
+    """What is typed; the end of input, Ctrl-D, is a no."""
+    try:
+        return ask("").strip().lower()
+    except EOFError:
+        return "no"
 
 
 def summary(request: Request, cost: estimate.Estimate, commit: str, where: str) -> str:

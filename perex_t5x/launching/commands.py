@@ -113,6 +113,14 @@ class Commands:
             raise CommandError(done)
         return done
 
+    def write(self, path: str, text: str) -> None:
+        """Writes a file; in a dry run prints the command that would."""
+        if self.dry_run:
+            print(f"printf %s {shlex.quote(text)} > {shlex.quote(path)}", flush=True)
+            return
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(text)
+
     def read(self, argv: Sequence[str], *, dry: str = "", **options: object) -> str:
         """What a command prints."""
         return self.run(argv, dry=dry, **options).stdout.strip()

@@ -48,6 +48,7 @@ def _main(args: Any, words: list[str]) -> int:
     if args.project:
         names.check_project(args.project)
     repository = check_repository(args.repository)
+    package.check_packages(args.with_package)
     files = package.checkout(args.allow_uncommitted)
     commands = Commands(args.dry_run)
     target = package.folder(f"image-{files.commit}")
