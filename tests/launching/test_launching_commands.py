@@ -92,6 +92,14 @@ def test_what_stays_is_named_in_the_last_line(tmp_path, capsys, keep):
     assert (tmp_path / "a").exists() is not keep
 
 
+def test_a_tool_that_breaks_has_deleted_nothing():
+    for said in ("ERROR: gcloud crashed (FileNotFoundError): no credentials", "gcloud: exec: python3: not found"):
+        with pytest.raises(TrainingError) as e, Leftovers(Commands(sleep=lambda s: None)) as leftovers:
+            leftovers.add("resource a", python(f"import sys; sys.exit({said!r})"))
+            raise TrainingError("x")
+        assert e.value.__notes__[0].startswith("still there: resource a; delete it with: ")
+
+
 def test_what_is_not_there_counts_as_deleted():
     gone = python("import sys; sys.exit('ERROR: (gcloud.compute) NOT_FOUND: Requested entity was not found.')")
     with pytest.raises(TrainingError) as e, Leftovers(Commands(sleep=lambda s: None)) as leftovers:
