@@ -118,7 +118,7 @@ def build(
     for package in with_package:
         _wheel(os.path.abspath(package), os.path.join(bundle, "packages"), commands)
     commands.run(["cp", os.path.join(source, "constraints.txt"), bundle])
-    commands.write(os.path.join(bundle, "commit.txt"), files.commit + "\n")
+    commands.write(os.path.join(bundle, "commit.txt"), files.commit)
     write_jobs(work, bundle, commands)
     if not archive:
         return bundle
