@@ -15,6 +15,7 @@ import perex_t5x
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.launching import estimate, leftovers, names, package
 from perex_t5x.launching.commands import Commands, Completed
+from perex_t5x.launching.gcloud import refusals
 from perex_t5x.launching.jobs import Job
 from perex_t5x.launching.request import Request
 
@@ -116,17 +117,26 @@ def _compiled(request: Request, job: Job, done: Completed, path: str) -> float |
     return found["seconds"]
 
 
-def bucket(request: Request, commands: Commands) -> dict[str, Any]:
-    """What the cloud says of the bucket; it has to be there before hosts try to write into it."""
+def bucket(request: Request, commands: Commands, must_see: bool = True) -> dict[str, Any]:
+    """What the cloud says of the bucket; it has to be there before hosts try to write into it.
+
+    `must_see=False`: one who may not look at it goes on; the hosts' account may.
+    """
     name = names.bucket_of(request.work.root)
     argv = ["gcloud", "storage", "buckets", "describe", name, "--format=json", f"--project={request.project}"]
     done = commands.run(argv, check=False, dry="{}")
     if done.returncode != 0:
         region = request.zone.rpartition("-")[0] if request.zone else "REGION"
-        raise ConfigError(
-            f"the bucket {name} cannot be looked at:\n{done.said}\nMake it, near the slices: gcloud storage buckets create "
-            f"{name} --location={region} --uniform-bucket-level-access"
-        )
+        if re.search(r"not found|\b404\b", done.stderr):
+            raise ConfigError(
+                f"there is no bucket {name}:\n{done.said}\nMake it, near the slices: gcloud storage buckets create {name} "
+                f"--location={region} --uniform-bucket-level-access"
+            )
+        words = refusals.message(f"the bucket {name} cannot be looked at", done.said)
+        if must_see:
+            raise ConfigError(words)
+        say(f"note: {words}")
+        return {}
     found = json.loads(done.stdout or "{}")
     location, region = str(found.get("location", "")).lower(), (request.zone or "").rpartition("-")[0]
     if location and region and location not in (region, region.partition("-")[0]):

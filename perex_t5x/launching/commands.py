@@ -97,7 +97,8 @@ class Commands:
         argv = tuple(str(a) for a in argv)
         self.record.append(argv)
         if self.dry_run:
-            print(shlex.join(argv), flush=True)
+            given = "" if input is None else f"printf %s {shlex.quote(input)} | "
+            print(given + shlex.join(argv), flush=True)
             return Completed(argv, 0, dry, "")
         check_installed(argv[0])
         for attempt in range(retries + 1):

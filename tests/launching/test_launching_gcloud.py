@@ -151,6 +151,7 @@ def test_the_slices_never_come(cloud):
     "values,words",
     [
         ({"no_bucket": True}, "buckets create gs://my-bucket"),
+        ({"bucket_error": "You do not currently have an active account selected."}, "logged in: gcloud auth login"),
         ({"no_type": True}, "has no v5litepod-16"),
         ({"cp_error": "403 denied"}, "cannot be written"),
     ],
