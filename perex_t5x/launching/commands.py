@@ -119,8 +119,11 @@ class Commands:
         if self.dry_run:
             print(f"printf %s {shlex.quote(text)} > {shlex.quote(path)}", flush=True)
             return
-        with open(path, "w", encoding="utf-8") as f:
-            f.write(text)
+        try:
+            with open(path, "w", encoding="utf-8") as f:
+                f.write(text)
+        except OSError as e:  # a full disk is seen when writing, and the error does not say where
+            raise TrainingError(f"{path} cannot be written: {e.strerror}") from e
 
     def read(self, argv: Sequence[str], *, dry: str = "", **options: object) -> str:
         """What a command prints."""

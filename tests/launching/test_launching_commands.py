@@ -42,6 +42,11 @@ def test_missing_programs_and_slow_ones(monkeypatch, tmp_path):
     assert Commands().run(python("import time; time.sleep(60)"), timeout=0.2, check=False).returncode == 124
 
 
+def test_what_cannot_be_written_is_named():
+    with pytest.raises(TrainingError, match="/dev/full cannot be written: No space left"):
+        Commands().write("/dev/full", "x" * 100_000)
+
+
 def test_dry_run_prints_what_a_shell_would_take(capsys):
     Commands(dry_run=True).run(["gcloud", "a b", "$(x)"])
     assert capsys.readouterr().out == "gcloud 'a b' '$(x)'\n"

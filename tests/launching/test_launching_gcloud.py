@@ -324,7 +324,7 @@ def there(cloud, **more):
 def test_created_by_the_step_alone_then_launched(cloud):
     there(cloud, states=["PROVISIONING", "ACTIVE"])
     cloud.work(cloud.job("a", ""))
-    done = cloud.launch()
+    done = cloud.launch(max_restarts=0)
     assert done.status == 0, done.err
     assert sorted(cloud.ran) == ["a0", "a1"] and cloud.resources == {} and "create" not in cloud.verbs
 

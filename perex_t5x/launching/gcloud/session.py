@@ -142,7 +142,8 @@ class Session:
                         TrainingError(f"the program failed {failures} times without a newer checkpoint, see above.")
                     )
             try:
-                self._count()
+                if ended != following.UNSTARTED:  # that is its first start
+                    self._count()
             except TrainingError as e:
                 self._give_up(e)
             self._again(ended)
