@@ -80,7 +80,7 @@ class Child:
         status, seconds = self.process.returncode, time.monotonic() - self._begun
         if status == 0:
             return folders.result_of_metrics(self.run, self.folder, seconds)
-        if status == cli.EXIT_INTERRUPTED:
+        if was_stopped(status):
             return Result(self.run.name, STOPPED, seconds=seconds, values=self.run.values)
         said = self.said()
         if (why := diverged(status, said)) is not None:
@@ -88,6 +88,15 @@ class Child:
         return Result(
             self.run.name, FAILED, seconds=seconds, error=reason(status, said, self.log), values=self.run.values
         )
+
+
+def was_stopped(status: int) -> bool:
+    """Whether a process ended because it was asked to; one that is still starting does not hear it, and just ends.
+
+    >>> was_stopped(130), was_stopped(-signal.SIGTERM), was_stopped(-signal.SIGKILL), was_stopped(1)
+    (True, True, False, False)
+    """
+    return status in (cli.EXIT_INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
 
 
 def diverged(status: int, said: str) -> str | None:

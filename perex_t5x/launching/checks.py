@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,8 +13,9 @@ from typing import Any
 
 import perex_t5x
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.launching import estimate, names, package
-from perex_t5x.launching.commands import Commands
+from perex_t5x.launching import estimate, leftovers, names, package
+from perex_t5x.launching.commands import Commands, Completed
+from perex_t5x.launching.gcloud import refusals
 from perex_t5x.launching.jobs import Job
 from perex_t5x.launching.request import Request
 
@@ -40,7 +40,7 @@ def check_gin(request: Request, commands: Commands) -> None:
         return  # the check needs files that a dry run does not write
     say(f"checking the Gin files on {devices} fake device(s)")
     with tempfile.TemporaryDirectory() as folder:
-        package.write_jobs(request.work, folder)
+        package.write_jobs(request.work, folder, commands)
         argv = _python(request, "perex_t5x.launching.gin_check", f"--jobs={folder}/jobs.json", f"--devices={devices}")
         done = commands.run(argv, check=False)
     if done.returncode == 2 and done.stdout.strip():
@@ -87,18 +87,19 @@ def preflight(request: Request, commands: Commands) -> estimate.Estimate:
 
 def _preflight_one(request: Request, job: Job, commands: Commands) -> float | None:
     """Seconds a step."""
-    kept = os.path.join(package.folder(request.name), "preflight")
-    gin_dir = os.path.join(kept, "gin")
-    if not commands.dry_run:
-        shutil.rmtree(gin_dir, ignore_errors=True)
-        os.makedirs(gin_dir)
-        package.write_jobs(request.work, gin_dir)
-    path = os.path.join(kept, f"{names.fingerprint(job.name)}.json")
-    where = [f"--topology={request.slice.topology}", f"--slices={request.slices}", f"--json={path}"]
+    where = [f"--topology={request.slice.topology}", f"--slices={request.slices}"]
     argv = _python(request, "perex_t5x.preflight", *where, *job.gin_arguments)
-    done = commands.run(argv, check=False, cwd=None if commands.dry_run else gin_dir)
     if commands.dry_run:
+        commands.run(argv)
         return None
+    with tempfile.TemporaryDirectory() as folder:  # of this launch alone
+        package.write_jobs(request.work, folder, commands)
+        path = os.path.join(folder, "preflight.json")
+        return _compiled(request, job, commands.run([*argv, f"--json={path}"], check=False, cwd=folder), path)
+
+
+def _compiled(request: Request, job: Job, done: Completed, path: str) -> float | None:
+    """Seconds a step, of what preflight has said and written."""
     if done.returncode == 1 and os.path.exists(path) and done.stdout.strip():
         say(done.stdout)
         raise ConfigError(
@@ -112,22 +113,30 @@ def _preflight_one(request: Request, job: Job, commands: Commands) -> float | No
         raise ConfigError(f"preflight of {job.name}: {message}")
     with open(path, encoding="utf-8") as f:
         found = json.load(f)["cases"][0]
-    os.unlink(path)
     say(done.stdout)
     return found["seconds"]
 
 
-def bucket(request: Request, commands: Commands) -> dict[str, Any]:
-    """What the cloud says of the bucket; it has to be there before hosts try to write into it."""
+def bucket(request: Request, commands: Commands, must_see: bool = True) -> dict[str, Any]:
+    """What the cloud says of the bucket; it has to be there before hosts try to write into it.
+
+    `must_see=False`: one who may not look at it goes on; the hosts' account may.
+    """
     name = names.bucket_of(request.work.root)
     argv = ["gcloud", "storage", "buckets", "describe", name, "--format=json", f"--project={request.project}"]
     done = commands.run(argv, check=False, dry="{}")
     if done.returncode != 0:
         region = request.zone.rpartition("-")[0] if request.zone else "REGION"
-        raise ConfigError(
-            f"the bucket {name} cannot be looked at:\n{done.said}\nMake it, near the slices: gcloud storage buckets create "
-            f"{name} --location={region} --uniform-bucket-level-access"
-        )
+        if re.search(r"not found|\b404\b", done.stderr):
+            raise ConfigError(
+                f"there is no bucket {name}:\n{done.said}\nMake it, near the slices: gcloud storage buckets create {name} "
+                f"--location={region} --uniform-bucket-level-access"
+            )
+        words = refusals.message(f"the bucket {name} cannot be looked at", done.said)
+        if must_see:
+            raise ConfigError(words)
+        say(f"note: {words}")
+        return {}
     found = json.loads(done.stdout or "{}")
     location, region = str(found.get("location", "")).lower(), (request.zone or "").rpartition("-")[0]
     if location and region and location not in (region, region.partition("-")[0]):
@@ -143,7 +152,7 @@ def zone_has(request: Request, commands: Commands) -> None:
     done = commands.run(argv, check=False)
     if done.returncode == 0:
         return
-    if re.search(r"NOT_FOUND|not found", done.stderr):
+    if re.search(leftovers.GONE, done.stderr):
         raise ConfigError(
             f"--zone={request.zone} has no {kind}. What it has: gcloud compute tpus accelerator-types list "
             f"{' '.join(where)}. Zones by chip: https://cloud.google.com/tpu/docs/regions-zones"
@@ -159,8 +168,16 @@ def confirm(summary: str, request: Request, ask: Callable[[str], str] = input) -
     if not sys.stdin.isatty():
         raise ConfigError("nothing was created: this is not a terminal where one could be asked. Give --yes.")
     print("Create? [y/N] ", end="", file=sys.stderr, flush=True)
-    if ask("").strip().lower() not in ("y", "yes"):
+    if answer(ask) not in ("y", "yes"):
         raise ConfigError("nothing was created.")
+
+
+def answer(ask: Callable[[str], str] = input) -> str:
+    """What is typed; the end of input, Ctrl-D, is a no."""
+    try:
+        return ask("").strip().lower()
+    except EOFError:
+        return "no"
 
 
 def summary(request: Request, cost: estimate.Estimate, commit: str, where: str) -> str:

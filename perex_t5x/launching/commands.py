@@ -97,7 +97,8 @@ class Commands:
         argv = tuple(str(a) for a in argv)
         self.record.append(argv)
         if self.dry_run:
-            print(shlex.join(argv), flush=True)
+            given = "" if input is None else f"printf %s {shlex.quote(input)} | "
+            print(given + shlex.join(argv), flush=True)
             return Completed(argv, 0, dry, "")
         check_installed(argv[0])
         for attempt in range(retries + 1):
@@ -112,6 +113,17 @@ class Commands:
         if check and done.returncode != 0:
             raise CommandError(done)
         return done
+
+    def write(self, path: str, text: str) -> None:
+        """Writes a file; in a dry run prints the command that would."""
+        if self.dry_run:
+            print(f"printf %s {shlex.quote(text)} > {shlex.quote(path)}", flush=True)
+            return
+        try:
+            with open(path, "w", encoding="utf-8") as f:
+                f.write(text)
+        except OSError as e:  # a full disk is seen when writing, and the error does not say where
+            raise TrainingError(f"{path} cannot be written: {e.strerror}") from e
 
     def read(self, argv: Sequence[str], *, dry: str = "", **options: object) -> str:
         """What a command prints."""

@@ -37,6 +37,9 @@ class Travelling:
                 new_name = os.path.basename(name)  # its folder is not there
             new_name = os.path.normpath(new_name)
             self._take(new_name, path)
+        elif os.path.isabs(name) or not os.path.isfile(os.path.join(gin_utils.shipped_gin_dir(), name)):
+            # Given by its path here: over there it is found by its name among the shipped ones.
+            new_name = os.path.relpath(os.path.realpath(path), os.path.realpath(gin_utils.shipped_gin_dir()))
         self._includes(path, ["", *self.search_paths, beside, gin_utils.shipped_gin_dir()])
         return new_name
 
@@ -55,12 +58,12 @@ class Travelling:
                 continue
             name = statement.filename
             included = gin_utils._find(name, search_paths, path)
+            if os.path.isabs(name) or ".." in Path(name).parts:
+                raise ConfigError(
+                    f"{path}: include {name!r} will not be found on another machine. Include it by a name within "
+                    "the working directory or a folder of --gin_search_paths."
+                )
             if not _is_shipped(included):
-                if os.path.isabs(name) or ".." in Path(name).parts:
-                    raise ConfigError(
-                        f"{path}: include {name!r} will not be found on another machine. Include it by a name within "
-                        "the working directory or a folder of --gin_search_paths."
-                    )
                 self._take(os.path.normpath(name), included)
             self._includes(included, search_paths)
 

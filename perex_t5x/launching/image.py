@@ -48,6 +48,7 @@ def _main(args: Any, words: list[str]) -> int:
     if args.project:
         names.check_project(args.project)
     repository = check_repository(args.repository)
+    package.check_packages(args.with_package)
     files = package.checkout(args.allow_uncommitted)
     commands = Commands(args.dry_run)
     target = package.folder(f"image-{files.commit}")
@@ -104,11 +105,9 @@ def context(
         os.makedirs(target, exist_ok=True)
     work = Work("image", "", (), gin_files=gin_files or {})
     bundle = package.build(work, target, files, commands, with_package, archive=False)
-    if commands.dry_run:
-        return bundle
-    texts["requirements.txt"] = requirements(Path(target, "source", "pyproject.toml").read_text(encoding="utf-8"))
+    texts["requirements.txt"] = requirements(_text(files, "pyproject.toml", allow_uncommitted))
     for name, text in texts.items():
-        Path(bundle, name).write_text(text, encoding="utf-8")
+        commands.write(os.path.join(bundle, name), text)
     return bundle
 
 

@@ -81,12 +81,12 @@ class Work:
         """The same for launches that write into the same folder."""
         return names.fingerprint(self.root.rstrip("/"))
 
-    def to_json(self) -> str:
-        """jobs.json."""
+    def to_json(self, indent: int | None = 1) -> str:
+        """jobs.json; without `indent` on one line."""
         jobs = [dataclasses.asdict(job) for job in self.jobs]
         found = {"version": 1, "name": self.name, "root": self.root, "jobs": jobs}
         found |= {"sweep": self.sweep, "twins": dict(self.twins)}
-        return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+        return json.dumps(found, indent=indent, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Work:

@@ -22,8 +22,9 @@ from typing import Any
 
 from perex_t5x.launching.commands import Commands
 
-_GONE = r"NOT_FOUND|not ?found|could not be found|404"
-_NOT_GONE = rf"(?is)\A(?!.*({_GONE}))"  # worth another try
+# In the words of gcloud and kubectl. No looser: a tool that breaks with FileNotFoundError has deleted nothing.
+GONE = r"\bNOT_FOUND\b|\(NotFound\)|\b(was|were|be) not found\b|\bcould not be found\b"
+NOT_GONE = rf"(?s)\A(?!.*({GONE}))"  # worth another try
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -63,10 +64,10 @@ class Leftovers:
 
     def _deleted(self, delete: Sequence[str]) -> bool:
         try:
-            done = self._commands.run(delete, check=False, retries=2, retry_on=[_NOT_GONE], timeout=1800)
+            done = self._commands.run(delete, check=False, retries=2, retry_on=[NOT_GONE], timeout=1800)
         except (Exception, KeyboardInterrupt):  # a second Ctrl-C: then it is named
             return False
-        return done.returncode == 0 or re.search(_GONE, done.stderr, re.IGNORECASE) is not None
+        return done.returncode == 0 or re.search(GONE, done.stderr) is not None
 
     def __enter__(self) -> Leftovers:
         if threading.current_thread() is threading.main_thread():

@@ -9,10 +9,11 @@ bundle/packages/...          wheels of --with_package
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
-import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def checkout(allow_uncommitted: bool = False, root: str | None = None) -> Checko
         lines = git.run(["git", "-C", root, "status", "--porcelain", "--untracked-files=all", "--", *_PARTS[:4]])
     except CommandError as e:
         raise ConfigError(f"git cannot read the checkout {root}:\n{e.completed.said}") from e
-    changed = [line for line in lines.stdout.splitlines() if _counts(line)]
+    changed = lines.stdout.splitlines()
     if not changed:
         return Checkout(root, commit)
     if not allow_uncommitted:
@@ -75,15 +76,31 @@ def checkout(allow_uncommitted: bool = False, root: str | None = None) -> Checko
     return Checkout(root, f"{commit}-dirty")
 
 
-def _counts(line: str) -> bool:
-    """Whether a line of `git status --porcelain` is about a file that would be packed."""
-    return not line.startswith("??") or line.rstrip('"').endswith((".py", ".gin"))
-
-
 def folder(name: str) -> str:
     """Where a launch of this name is prepared."""
     base = os.environ.get("PEREX_T5X_LAUNCH_DIR") or os.path.join("~", ".cache", "perex_t5x", "launch")
     return os.path.join(os.path.abspath(os.path.expanduser(base)), name)
+
+
+@contextlib.contextmanager
+def alone(target: str, dry_run: bool = False) -> Iterator[None]:
+    """Holds `target` while it is filled and read: a second launch of the same name waits."""
+    if dry_run:
+        yield
+        return
+    os.makedirs(target, exist_ok=True)
+    with open(os.path.join(target, "lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # let go of when the file is closed
+        yield
+
+
+def check_packages(paths: Sequence[str]) -> None:
+    """Raises `ConfigError` for a --with_package that cannot be built or copied."""
+    for path in paths:
+        wheel = path.endswith(".whl") and os.path.isfile(path)
+        project = any(os.path.isfile(os.path.join(path, name)) for name in ("pyproject.toml", "setup.py"))
+        if not wheel and not project:
+            raise ConfigError(f"--with_package={path}: neither a wheel nor a folder with a pyproject.toml or setup.py.")
 
 
 def build(
@@ -91,21 +108,18 @@ def build(
 ) -> str:
     """Fills `target`/bundle and returns its path; with `archive` that of `target`/bundle.tar.gz.
 
-    In a dry run the commands are printed, and nothing is written.
+    All of it by commands, so that those of a dry run, which writes nothing, do the same when they are given to a shell.
     """
     source, bundle = os.path.join(target, "source"), os.path.join(target, "bundle")
-    if not commands.dry_run:
-        for path in (source, bundle):
-            shutil.rmtree(path, ignore_errors=True)
-            os.makedirs(path)
+    commands.run(["rm", "-rf", source, bundle])
+    commands.run(["mkdir", "-p", source, bundle])
     _copy_source(files, target, source, commands)
     _wheel(source, bundle, commands)
     for package in with_package:
         _wheel(os.path.abspath(package), os.path.join(bundle, "packages"), commands)
-    if not commands.dry_run:
-        shutil.copy(os.path.join(source, "constraints.txt"), bundle)
-        _write(os.path.join(bundle, "commit.txt"), files.commit + "\n")
-        write_jobs(work, bundle)
+    commands.run(["cp", os.path.join(source, "constraints.txt"), bundle])
+    commands.write(os.path.join(bundle, "commit.txt"), files.commit)
+    write_jobs(work, bundle, commands)
     if not archive:
         return bundle
     packed = os.path.join(target, "bundle.tar.gz")
@@ -113,13 +127,13 @@ def build(
     return packed
 
 
-def write_jobs(work: Work, target: str) -> None:
+def write_jobs(work: Work, target: str, commands: Commands) -> None:
     """Writes jobs.json, and the Gin files that travel along beside it."""
-    _write(os.path.join(target, "jobs.json"), work.to_json())
+    commands.write(os.path.join(target, "jobs.json"), work.to_json(None if commands.dry_run else 1).rstrip("\n"))
     for name, path in work.gin_files.items():
         copy = os.path.join(target, gin_files.FOLDER, name)
-        os.makedirs(os.path.dirname(copy), exist_ok=True)
-        shutil.copy(path, copy)
+        commands.run(["mkdir", "-p", os.path.dirname(copy)])
+        commands.run(["cp", os.path.abspath(path), copy])
 
 
 def _copy_source(files: Checkout, target: str, source: str, commands: Commands) -> None:
@@ -128,11 +142,10 @@ def _copy_source(files: Checkout, target: str, source: str, commands: Commands) 
     if not files.dirty:
         commands.run([*git, "archive", "--format=tar", f"--output={packed}", files.commit, *_PARTS])
     else:
-        listing = commands.read([*git, "ls-files", "--cached", "--others", "--exclude-standard", "--", *_PARTS])
-        names = os.path.join(target, "source.txt")
-        if not commands.dry_run:
-            _write(names, "".join(f"{n}\n" for n in listing.splitlines() if os.path.exists(f"{files.root}/{n}")))
-        commands.run(["tar", "-cf", packed, "-C", files.root, f"--files-from={names}"])
+        # Read here also in a dry run: the list is part of the command that follows.
+        words = [*git, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_PARTS]
+        listing = [n for n in Commands().run(words).stdout.split("\0") if n and os.path.lexists(f"{files.root}/{n}")]
+        commands.run(["tar", "-cf", packed, "-C", files.root, "--", *dict.fromkeys(listing)])
     commands.run(["tar", "-xf", packed, "-C", source])
 
 
@@ -149,8 +162,3 @@ def _wheel(source: str, target: str, commands: Commands) -> None:
             f"the wheel of {source} cannot be built. pip fetches the build backend (hatchling) from the package registry: "
             f"is it reachable?\n{done.said}"
         )
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(text)

@@ -54,6 +54,8 @@ def guarded(function: Callable[[], int | None]) -> int:
         return _failed(e, cli.EXIT_CONFIG)
     except TrainingError as e:
         return _failed(e, cli.EXIT_ERROR)
+    except OSError as e:  # such as a full disk
+        return _failed(e, cli.EXIT_ERROR)
     except KeyboardInterrupt as e:
         return _failed(e, cli.EXIT_INTERRUPTED)
 

@@ -10,7 +10,7 @@ from absl import flags
 
 from perex_t5x import cli
 from perex_t5x.errors import ConfigError
-from perex_t5x.launching import jobs, names
+from perex_t5x.launching import jobs, names, package
 from perex_t5x.launching.accelerators import Slice
 from perex_t5x.launching.commands import Commands
 
@@ -95,6 +95,7 @@ class Request:
             names.check_name(args.name)
         if not with_work and args.name is None:
             raise ConfigError("which launch? Give its --name=...")
+        package.check_packages(args.with_package)
         work = jobs.make(args) if with_work else None
         topology = args.topology or (work and work.topology)
         if with_work and needs_slice and not topology:
@@ -133,7 +134,9 @@ class Request:
             ("zone", "compute/zone", names.check_zone),
         ):
             value = getattr(self, name)
-            if not value and not commands.dry_run:
+            if not value and commands.dry_run:
+                raise ConfigError(f"a dry run asks nobody, not even gcloud's configuration: give --{name}.")
+            if not value:
                 value = commands.read(["gcloud", "config", "get-value", key], check=False)
             if not value or value == "(unset)":
                 raise ConfigError(f"--{name} is not given, and gcloud's configuration has none.")
@@ -144,6 +147,6 @@ class Request:
         """The same, if all that runs writes to a bucket, as hosts of a slice have to."""
         if self.work is not None:
             flag = "--dir" if self.work.sweep else "--gin.MODEL_DIR"
-            for path in {self.work.root, *(job.model_dir for job in self.work.jobs)}:
+            for path in dict.fromkeys([self.work.root, *(job.model_dir for job in self.work.jobs)]):
                 names.check_bucket_path(path, flag)
         return self

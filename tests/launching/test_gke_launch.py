@@ -177,9 +177,12 @@ def test_dry_run_prints_what_a_launch_does_and_does_nothing(cluster):
     issued = [
         "kubectl " + " ".join(json.loads(line)) for line in (cluster.folder / "record.jsonl").read_text().splitlines()
     ]
-    printed = dry.stdout.splitlines()
+    printed = [line.rpartition(" | ")[2] for line in dry.stdout.splitlines()]  # what `create` reads comes before it
     assert printed == issued[: len(printed)]
     assert sum("create" in line for line in printed) == 2
+    (cluster.folder / "state.json").unlink()
+    subprocess.run(["bash", "-euc", dry.stdout], env=cluster.environment(), check=True, capture_output=True)
+    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-files"]
 
 
 @pytest.mark.parametrize(
@@ -483,7 +486,7 @@ def test_the_confirmation_shows_what_runs_side_by_side(monkeypatch, tmp_path, ca
 
     asked = []
     monkeypatch.setattr(checks, "check_gin", lambda *_: asked.append("gin"))
-    monkeypatch.setattr(checks, "bucket", lambda request, _: asked.append(request.project))
+    monkeypatch.setattr(checks, "bucket", lambda request, _, must_see: asked.append(request.project))
     monkeypatch.setattr(checks, "preflight", lambda *_: estimate.Estimate(256, 1.0, 8.0))
     (tmp_path / "gcloud").write_text("#!/bin/sh\necho my-project-1\n")
     (tmp_path / "gcloud").chmod(0o755)

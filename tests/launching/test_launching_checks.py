@@ -96,6 +96,8 @@ def test_being_asked(monkeypatch, capsys):
         else:
             with pytest.raises(ConfigError, match="nothing was created"):
                 checks.confirm("", asked, lambda prompt, answer=answer: answer)
+    monkeypatch.setattr("builtins.input", lambda prompt: (_ for _ in ()).throw(EOFError))
+    assert checks.answer(input) == "no"  # Ctrl-D
     assert "SUMMARY" in capsys.readouterr().err
 
 

@@ -42,6 +42,11 @@ def test_missing_programs_and_slow_ones(monkeypatch, tmp_path):
     assert Commands().run(python("import time; time.sleep(60)"), timeout=0.2, check=False).returncode == 124
 
 
+def test_what_cannot_be_written_is_named():
+    with pytest.raises(TrainingError, match="/dev/full cannot be written: No space left"):
+        Commands().write("/dev/full", "x" * 100_000)
+
+
 def test_dry_run_prints_what_a_shell_would_take(capsys):
     Commands(dry_run=True).run(["gcloud", "a b", "$(x)"])
     assert capsys.readouterr().out == "gcloud 'a b' '$(x)'\n"
@@ -90,6 +95,14 @@ def test_what_stays_is_named_in_the_last_line(tmp_path, capsys, keep):
     assert "ERROR: it broke" in said
     assert said[-1].startswith("still there: resource a; delete it with: ")
     assert (tmp_path / "a").exists() is not keep
+
+
+def test_a_tool_that_breaks_has_deleted_nothing():
+    for said in ("ERROR: gcloud crashed (FileNotFoundError): no credentials", "gcloud: exec: python3: not found"):
+        with pytest.raises(TrainingError) as e, Leftovers(Commands(sleep=lambda s: None)) as leftovers:
+            leftovers.add("resource a", python(f"import sys; sys.exit({said!r})"))
+            raise TrainingError("x")
+        assert e.value.__notes__[0].startswith("still there: resource a; delete it with: ")
 
 
 def test_what_is_not_there_counts_as_deleted():

@@ -42,7 +42,7 @@ def test_from_nothing_to_collected_and_deleted(cloud):
     cloud.work(cloud.job("a", "print('given', sys.argv[1:])", *hostile), cloud.job("b", ""))
     done = cloud.launch()
     assert done.status == 0, done.err
-    assert [v for v in cloud.verbs if v != "describe"] == ["list", "cp", "create", "ssh", "rsync", "delete"]
+    assert [v for v in cloud.verbs if v != "describe"] == ["list", "cp", "create", "list", "ssh", "rsync", "delete"]
     scripts = [next(w for w in argv if w.startswith("--command=")) for argv in cloud.commands if "ssh" in argv]
     assert ["gcloud storage cp" in s or "pip install" in s or "setsid" in s for s in scripts] == [True] * 3 + [False]
     assert sorted(cloud.ran) == ["a0", "a1", "b0", "b1"]
@@ -64,7 +64,7 @@ def test_a_dry_run_prints_exactly_what_would_be_done(cloud):
     assert cloud.launch().status == 0
     given = [shlex.join(argv) for argv in cloud.commands]
     assert [line for line in printed.out.splitlines() if line.startswith("gcloud")] == given
-    assert all(line.split()[0] in ("gcloud", "tar") for line in printed.out.splitlines())
+    assert all(line.split()[0] in ("gcloud", "tar", "rm", "mkdir", "cp", "printf") for line in printed.out.splitlines())
 
 
 def test_several_slices(cloud):
@@ -151,6 +151,7 @@ def test_the_slices_never_come(cloud):
     "values,words",
     [
         ({"no_bucket": True}, "buckets create gs://my-bucket"),
+        ({"bucket_error": "You do not currently have an active account selected."}, "logged in: gcloud auth login"),
         ({"no_type": True}, "has no v5litepod-16"),
         ({"cp_error": "403 denied"}, "cannot be written"),
     ],
@@ -303,6 +304,61 @@ def test_another_launch_was_faster(cloud):
     assert sorted(cloud.ran) == ["a0", "a1"] and cloud.resources == {}
 
 
+def test_two_names_for_one_folder_at_the_same_moment(cloud):
+    scenario(cloud, rival=True)
+    cloud.work(cloud.job("a", ""))
+    done = cloud.launch()
+    assert done.status == 2 and "is written by the launch 'rival'" in done.err
+    assert list(cloud.resources) == ["rival"] and cloud.ran == []
+
+
+def there(cloud, **more):
+    """A resource that an earlier launch has created, and nothing else."""
+    from perex_t5x.launching.names import fingerprint
+
+    labels = {"perex-name": "run", "perex-run": fingerprint("gs://my-bucket/x")}
+    found = {"states": ["ACTIVE"], "labels": labels, "nodes": ["run"], "type": "v5litepod-16", **more}
+    (cloud.folder / "state.json").write_text(json.dumps({"resources": {"run": found}, "counts": {}}))
+
+
+def test_created_by_the_step_alone_then_launched(cloud):
+    there(cloud, states=["PROVISIONING", "ACTIVE"])
+    cloud.work(cloud.job("a", ""))
+    done = cloud.launch(max_restarts=0)
+    assert done.status == 0, done.err
+    assert sorted(cloud.ran) == ["a0", "a1"] and cloud.resources == {} and "create" not in cloud.verbs
+
+
+@pytest.mark.parametrize(
+    "more,values,words",
+    [
+        ({"states": ["PROVISIONING", "FAILED"]}, {"failed": "no more capacity"}, "still there: queued resource run"),
+        ({}, {"ssh_fails": {"worker": 1}}, "still there: queued resource run"),
+        ({}, {"cp_error": "HTTPError 403"}, "still there: queued resource run"),
+        ({"nodes": ["run-0", "run-1"]}, {}, "give --slices=2 to follow it"),
+    ],
+)
+def test_what_was_found_is_named_where_it_cannot_be_joined(cloud, more, values, words):
+    there(cloud, **more)
+    scenario(cloud, **values)
+    cloud.work(cloud.job("a", ""))
+    done = cloud.launch()
+    assert done.status in (1, 2) and words in done.last, done.err
+    assert list(cloud.resources) == ["run"]
+
+
+def test_delete_says_what_it_did(cloud):
+    done = cloud.command("delete", "--name=nothing")
+    assert done.status == 0 and done.err.strip() == "there is no queued resource nothing (my-project, us-west4-a)"
+
+
+def test_a_full_disk_is_no_stack_trace(cloud):
+    (cloud.folder / "prepared").write_text("no folder can be made here")
+    cloud.work(cloud.job("a", ""))
+    done = cloud.launch()
+    assert done.status == 1 and "ERROR: " in done.err and "create" not in cloud.verbs
+
+
 @pytest.mark.parametrize(
     "labels,state,status,words",
     [
@@ -357,6 +413,7 @@ def test_a_sweep_is_collected_for_the_report(cloud):
         (("status", "--name=nothing"), "there is no queued resource nothing"),
         (("stat", "--name=a"), "Did you mean 'start'"),
         (("collect", "--name=a"), "Give --dir=gs://"),
+        (("list", "--spot", "--reserved"), "--reserved excludes --spot"),
     ],
 )
 def test_slips_of_commands(cloud, arguments, words):

@@ -1,12 +1,14 @@
 """What travels along: committed files only, Gin files, jobs."""
 
 import subprocess
+import sys
 import tarfile
 import zipfile
 
 import pytest
 from absl import flags
 
+from perex_t5x import gin_utils
 from perex_t5x.errors import ConfigError
 from perex_t5x.launching import gin_files, package, request
 from perex_t5x.launching.accelerators import Slice
@@ -38,8 +40,9 @@ def project(tmp_path):
 
 def test_uncommitted_files_are_named_and_not_taken(project):
     assert not package.checkout(root=str(project)).dirty
-    (project / "perex_t5x" / "notes.txt").write_text("not packed")
-    assert not package.checkout(root=str(project)).dirty
+    (project / "perex_t5x" / "words.json").write_text("code may read it")
+    with pytest.raises(ConfigError, match=r"\?\? perex_t5x/words.json"):
+        package.checkout(root=str(project))
     (project / "perex_t5x" / "new.py").write_text("")
     (project / "gin" / "a.gin").write_text("A = 2\n")
     with pytest.raises(ConfigError, match=r"(?s)M gin/a.gin.*\?\? perex_t5x/new.py.*--allow_uncommitted"):
@@ -53,6 +56,7 @@ def test_what_is_packed(project, tmp_path, monkeypatch, allowed):
     (project / "perex_t5x" / "__init__.py").write_text("x = 'changed'\n")
     if allowed:
         files = package.checkout(True, root=str(project))
+    (project / "perex_t5x" / "ä b'.json").write_text("named as no shell would like it")
     monkeypatch.setattr(package, "_wheel", lambda source, target, commands: None)
     own = tmp_path / "own.gin"
     own.write_text("B = 1\n")
@@ -61,17 +65,38 @@ def test_what_is_packed(project, tmp_path, monkeypatch, allowed):
     assert (
         f"'{'changed' if allowed else 'committed'}'" in (tmp_path / "target/source/perex_t5x/__init__.py").read_text()
     )
+    assert (tmp_path / "target/source/perex_t5x/ä b'.json").exists() == allowed
     with tarfile.open(packed) as tar:
         assert {"./jobs.json", "./constraints.txt", "./commit.txt", "./gin_files/my/own.gin"} <= set(tar.getnames())
     found = Work.from_json((tmp_path / "target/bundle/jobs.json").read_text())
     assert found.jobs == work.jobs
 
 
-def test_a_dry_run_writes_nothing(project, tmp_path, capsys):
-    package.build(Work("w", "r", ()), str(tmp_path / "t"), package.checkout(root=str(project)), Commands(dry_run=True))
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in said if "pip wheel" not in line] == ["git", "tar", "tar"]
+@pytest.mark.parametrize("dirty", [False, True])
+def test_a_dry_run_writes_nothing_and_a_shell_does_the_same(project, tmp_path, capsys, dirty):
+    if dirty:
+        (project / "perex_t5x" / "new.py").write_text("")
+    (tmp_path / "my own.gin").write_text("B = 1\n")
+    work = Work(
+        "w", "r", (Job("a", ("-c", "$(x) 'y'\n"), "r"),), gin_files={"my own.gin": str(tmp_path / "my own.gin")}
+    )
+    packed = package.build(work, str(tmp_path / "t"), package.checkout(dirty, str(project)), Commands(dry_run=True))
+    said = capsys.readouterr().out
     assert not (tmp_path / "t").exists()
+    without_pip = "".join(line for line in said.splitlines(True) if "pip wheel" not in line)
+    subprocess.run(["bash", "-euc", without_pip], check=True)
+    with tarfile.open(packed) as tar:
+        assert {"./jobs.json", "./constraints.txt", "./commit.txt", "./gin_files/my own.gin"} <= set(tar.getnames())
+        assert Work.from_json(tar.extractfile("./jobs.json").read().decode()).jobs == work.jobs
+    assert (tmp_path / "t/source/perex_t5x/new.py").exists() == dirty
+
+
+def test_a_second_launch_of_the_same_name_waits(tmp_path):
+    with package.alone(str(tmp_path / "t")):
+        assert (tmp_path / "t").is_dir()
+        code = f"import fcntl\nfcntl.flock(open({str(tmp_path / 't/lock')!r}), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 1
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_not_a_checkout(tmp_path):
@@ -96,6 +121,7 @@ def test_gin_files_travel_with_what_they_include(tmp_path, monkeypatch):
     (tmp_path / "lib" / "parts" / "c.gin").write_text("C = 1\n")
     travelling = gin_files.Travelling(["lib"])
     assert travelling.add("models/nano.gin") == "models/nano.gin"
+    assert travelling.add(f"{gin_utils.shipped_gin_dir()}/models/nano.gin") == "models/nano.gin"
     assert travelling.add("mine.gin") == "mine.gin"
     assert sorted(travelling.found) == ["mine.gin", "parts/b.gin", "parts/c.gin"]
     assert travelling.add(str(tmp_path / "mine.gin")) == "mine.gin"
@@ -103,9 +129,10 @@ def test_gin_files_travel_with_what_they_include(tmp_path, monkeypatch):
     (tmp_path / "other" / "mine.gin").write_text("")
     with pytest.raises(ConfigError, match="both travel as mine.gin"):
         travelling.add(str(tmp_path / "other" / "mine.gin"))
-    (tmp_path / "bad.gin").write_text(f"include '{tmp_path}/lib/parts/c.gin'\n")
-    with pytest.raises(ConfigError, match="will not be found on another machine"):
-        travelling.add("bad.gin")
+    for path in (f"{tmp_path}/lib/parts/c.gin", f"{gin_utils.shipped_gin_dir()}/models/nano.gin"):
+        (tmp_path / "bad.gin").write_text(f"include '{path}'\n")
+        with pytest.raises(ConfigError, match="will not be found on another machine"):
+            travelling.add("bad.gin")
 
 
 @pytest.fixture
@@ -153,6 +180,8 @@ def test_a_single_run(flag_values):
         (("--sweep=sweeps/sqrt_lr.gin", "--topology=v5e-16"), "--dir is not given"),
         ((), "nothing to run"),
         ((*RUN, "--spot", "--reservation=r"), "exclude each other"),
+        ((*RUN, "--with_package=/nowhere"), "--with_package=/nowhere: neither a wheel"),
+        (("--sweep=sweeps/learning_rate.gin", "--dir=/tmp/x", "--topology=v5e-16"), "--dir='/tmp/x':"),
     ],
 )
 def test_slips(flag_values, arguments, message):

@@ -60,6 +60,8 @@ def _main(args: Any, words: list[str]) -> int:
     commands = Commands(dry_run=args.dry_run)
     if command in _OF_ZONE:
         args.name = args.name or "all"
+    if args.reserved and (args.spot or args.reservation):
+        raise ConfigError("--reserved excludes --spot and --reservation.")
     request = Request.from_flags(args, with_work=command in _WITH_WORK).in_bucket().located(commands)
     target = Resource(request.name, request.project, request.zone, request.slices, args.internal_ip)
     options = Options(
@@ -119,9 +121,17 @@ def _launch(request: Request, todo: Steps, options: Options) -> int:
 def _join(request: Request, todo: Steps, options: Options, url: str, state: str) -> int:
     """Goes on with a launch that another process has begun: followed, and seen to as if this one had begun it."""
     run = Session(todo, request, options, url, "joined")
-    if state != "ACTIVE":
-        todo.wait(options.wait_hours)
-    if _has_stopped(todo.status()):
+    try:
+        with Leftovers(todo.commands):  # hears SIGTERM
+            if state != "ACTIVE":
+                todo.wait(options.wait_hours)
+            status = todo.status()
+            if re.search("^(nothing here|not started)", status, re.MULTILINE) and not todo.uploaded(url):
+                todo.upload(request, package.checkout(request.allow_uncommitted))  # `create` alone has brought nothing
+    except BaseException as e:
+        e.add_note(still_there(todo.target.what, todo.target.delete()))
+        raise
+    if _has_stopped(status):
         say("the program there has stopped: it is started again, with the package as it is now")
         with Leftovers(todo.commands, request.keep) as leftovers:
             leftovers.add(todo.target.what, todo.target.delete())
@@ -210,7 +220,7 @@ def _of_zone(command: str, request: Request, todo: Steps) -> int:
         if not sys.stdin.isatty():
             raise ConfigError("nothing was deleted: this is not a terminal where one could be asked. Give --yes.")
         print(f"Delete all {len(found)}? [y/N] ", end="", file=sys.stderr, flush=True)
-        if input().strip().lower() not in ("y", "yes"):
+        if checks.answer() not in ("y", "yes"):
             raise ConfigError("nothing was deleted.")
     left = []
     for one in found:

@@ -30,7 +30,7 @@ _KNOWN = (
     ),
     (
         r"There was a problem refreshing your current auth tokens|do not currently have an active account|gcloud auth login",
-        "gcloud is not logged in: gcloud auth login",
+        "this machine is not logged in: gcloud auth login",
     ),
     (r"RESOURCE_EXHAUSTED", "quota or capacity are used up: see docs/launch.md, usual failures."),
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from perex_t5x import cli
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.launching.checks import say
-from perex_t5x.launching.gcloud import collecting, following
+from perex_t5x.launching.gcloud import collecting, existing, following
 from perex_t5x.launching.gcloud.following import Follower
 from perex_t5x.launching.gcloud.steps import ExistsError, Steps
 from perex_t5x.launching.leftovers import Leftovers, still_there
@@ -68,6 +68,8 @@ class Session:
             except ExistsError:
                 leftovers.keep(self.steps.target.what)  # another launch made it, a moment ago
                 raise
+            # Names cannot collide, and checks take minutes: of two launches into one folder at least one sees the other.
+            existing.check_folder(self.request, self.steps)
             try:
                 self.steps.wait(self.options.wait_hours)
                 self.prepare()
@@ -140,7 +142,8 @@ class Session:
                         TrainingError(f"the program failed {failures} times without a newer checkpoint, see above.")
                     )
             try:
-                self._count()
+                if ended != following.UNSTARTED:  # that is its first start
+                    self._count()
             except TrainingError as e:
                 self._give_up(e)
             self._again(ended)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.launching import package
+from perex_t5x.launching import leftovers, package
 from perex_t5x.launching.checks import say
 from perex_t5x.launching.commands import Commands
 from perex_t5x.launching.gcloud import refusals, remote, resource
@@ -23,7 +23,6 @@ _PASSING = (
     r"UNAVAILABLE|DEADLINE_EXCEEDED|INTERNAL|Connection (reset|refused|aborted)|timed out|Temporary failure|50[0234]",
 )
 _SSH_RETRIES = 3
-_NOT_FOUND = r"NOT_FOUND|not found"
 
 
 class ExistsError(TrainingError):
@@ -56,7 +55,7 @@ class Steps:
         done = self.commands.run(self.target.describe(), check=False, retries=4, retry_on=_PASSING)
         if done.returncode == 0:
             return resource.parsed(done.stdout)
-        if re.search(_NOT_FOUND, done.stderr):
+        if re.search(leftovers.GONE, done.stderr):
             return GONE
         raise TrainingError(refusals.message(f"{self.target.what} cannot be looked at", done.said))
 
@@ -99,10 +98,13 @@ class Steps:
             self.sleep(self.poll)
 
     def delete(self) -> None:
-        done = self.commands.run(self.target.delete(), check=False, retries=3)
-        if done.returncode != 0 and not re.search(_NOT_FOUND, done.stderr):
+        done = self.commands.run(self.target.delete(), check=False, retries=3, retry_on=[leftovers.NOT_GONE])
+        if done.returncode == 0:
+            say(f"deleted: {self.target.what}")
+        elif re.search(leftovers.GONE, done.stderr):
+            say(f"there is no {self.target.what}")
+        else:
             raise TrainingError(refusals.message(f"{self.target.what} was not deleted", done.said))
-        say(f"deleted: {self.target.what}")
 
     def nodes_ready(self) -> bool:
         """Whether all nodes run; a queued resource can be ACTIVE while a node is being taken away or repaired."""
@@ -130,14 +132,20 @@ class Steps:
     def upload(self, request: Request, files: package.Checkout) -> str:
         """Builds the bundle and brings it to the bucket; returns its address."""
         target = package.folder(request.name)
-        packed = package.build(request.work, target, files, self.commands, request.with_package)
         url = bundle_url(request.work.root, request.name)
-        for source, name in ((packed, "bundle.tar.gz"), (os.path.join(target, "bundle", "jobs.json"), "jobs.json")):
-            argv = ["gcloud", "storage", "cp", source, f"{url}/{name}", f"--project={self.target.project}"]
-            done = self.commands.run(argv, check=False, retries=3, retry_on=_PASSING)
-            if done.returncode != 0:
-                raise ConfigError(refusals.message(f"{url} cannot be written", done.said))
+        with package.alone(target, self.commands.dry_run):
+            packed = package.build(request.work, target, files, self.commands, request.with_package)
+            for source, name in ((packed, "bundle.tar.gz"), (f"{target}/bundle/jobs.json", "jobs.json")):
+                argv = ["gcloud", "storage", "cp", source, f"{url}/{name}", f"--project={self.target.project}"]
+                done = self.commands.run(argv, check=False, retries=3, retry_on=_PASSING)
+                if done.returncode != 0:
+                    raise ConfigError(refusals.message(f"{url} cannot be written", done.said))
         return url
+
+    def uploaded(self, url: str) -> bool:
+        """Whether the bundle is in the bucket."""
+        argv = ["gcloud", "storage", "ls", f"{url}/bundle.tar.gz", f"--project={self.target.project}"]
+        return self.commands.run(argv, check=False, retries=2, retry_on=_PASSING).returncode == 0
 
     def copy(self, url: str) -> None:
         say("copying the package and the Gin files to all workers")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -76,8 +77,6 @@ def _launch(args: Any) -> int:
         _check(asked, cluster, plans)
         with Leftovers(cluster.commands, asked.keep) as leftovers:
             what = creating.create(cluster, plans, former, leftovers)
-            if args.dry_run:
-                _say("what `create` reads from stdin: ./launch/gke.py manifest with the same flags")
             return following.follow(cluster, asked.name, args.poll_seconds, lambda: leftovers.keep(what))
     except creating.AlreadyRunningError as e:
         return _offer(e, cluster, asked, args)
@@ -119,7 +118,7 @@ def _check_bucket(asked: Request, commands: Commands) -> None:
     if not commands.dry_run and not project and shutil.which("gcloud"):
         project = commands.read(["gcloud", "config", "get-value", "project"], check=False)
     if project and project != "(unset)" and (commands.dry_run or shutil.which("gcloud")):
-        checks.bucket(dataclasses.replace(asked, project=project), commands)
+        checks.bucket(dataclasses.replace(asked, project=project), commands, must_see=False)
     elif not commands.dry_run:
         _say("note: whether the bucket exists is not known: there is no gcloud here, or no --project.")
 
@@ -146,7 +145,7 @@ def _manifest(args: Any) -> int:
         Path(args.out).write_text(text, encoding="utf-8")
     except OSError as e:
         raise ConfigError(f"--out={args.out}: {e.strerror}") from e
-    _say(f"wrote {args.out}. To launch it: kubectl create --filename={args.out}")
+    _say(f"wrote {args.out}. To launch it: kubectl create {shlex.quote(f'--filename={args.out}')}")
     return 0
 
 
