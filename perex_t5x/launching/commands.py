@@ -70,6 +70,11 @@ class Commands:
     record: list[tuple[str, ...]] = field(default_factory=list)
     sleep: Callable[[float], None] = time.sleep
 
+    def __post_init__(self) -> None:
+        if self.dry_run:
+            said = "dry run: no command is run; what is said here is what a launch says in which all goes well"
+            print(said, file=sys.stderr, flush=True)
+
     def run(
         self,
         argv: Sequence[str],
