@@ -265,6 +265,7 @@ def test_interrupted_while_following_the_run_goes_on(cloud):
     assert cloud.resources == {}
 
 
+@pytest.mark.slow
 def test_stopped_by_hand(cloud):
     saves = "import signal\nsignal.signal(15, lambda n, f: (print('saved', flush=True), sys.exit(130)))\n"
     cloud.work(cloud.job("a", saves + "while not os.path.exists(cloud + '/go'): time.sleep(0.1)"))

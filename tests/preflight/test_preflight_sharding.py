@@ -104,6 +104,7 @@ def assert_scales(few, many):
     assert 0 < many.temp_bytes <= 1.05 * few.temp_bytes
 
 
+@pytest.mark.slow
 def test_weak_scaling_of_data_parallelism():
     """16 and 256 chips at the same number of examples a chip: the same memory and work on each."""
     assert_scales(*(compiled("dp", chips, 1)[1] for chips in ("v5e:4x4", "v5e:16x16")))
