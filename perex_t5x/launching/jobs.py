@@ -150,11 +150,34 @@ def _sweep(args: Any, flags: Sequence[str]) -> Work:
     return Work(sweep.name, root, tuple(jobs), plan.described(), doubles, travelling.found, *_topology())
 
 
-def _single(args: Any, flags: Sequence[str]) -> Work:
+@dataclass(frozen=True)
+class Parsed:
+    """What the Gin files of a single run say: where it writes, and of a training, else 0, its batch size and steps."""
+
+    folder: str | None
+    batch_size: int
+    train_steps: int
+
+
+def parse(args: Any, bindings: Sequence[str]) -> Parsed:
+    """Parses --gin_file with these bindings; Gin holds them afterwards."""
     import gin
 
     from perex_t5x import gin_utils
     from perex_t5x.experiments import settings
+
+    gin.clear_config()
+    gin_utils.parse_gin_flags(args.gin_search_paths, args.gin_file, bindings)
+    folder = next((found for name in _FOLDERS if (found := _macro(name))), None)
+    if not isinstance(folder, str):
+        return Parsed(None, 0, 0)
+    if args.module != "perex_t5x.train":
+        return Parsed(folder, 0, 0)
+    base = settings.read()
+    return Parsed(folder, base.batch_size.value, base.train_steps)
+
+
+def _single(args: Any, flags: Sequence[str]) -> Work:
     from perex_t5x.experiments.runs import absolute
 
     for name in ("sweep_bindings", "only"):
@@ -163,17 +186,12 @@ def _single(args: Any, flags: Sequence[str]) -> Work:
     bindings = list(args.gin_bindings)
     if args.dir:
         bindings.append(f"MODEL_DIR = {args.dir!r}")
-    gin.clear_config()
-    gin_utils.parse_gin_flags(args.gin_search_paths, args.gin_file, bindings)
-    folder = next((found for name in _FOLDERS if (found := _macro(name))), None)
-    if not isinstance(folder, str):
+    parsed = parse(args, bindings)
+    folder = parsed.folder
+    if folder is None:
         raise ConfigError(
             "the Gin files have no MODEL_DIR: give those of a run, and --gin.MODEL_DIR=gs://BUCKET/FOLDER."
         )
-    batch_size = steps = 0
-    if args.module == "perex_t5x.train":
-        base = settings.read()
-        batch_size, steps = base.batch_size.value, base.train_steps
     travelling = gin_files.Travelling(args.gin_search_paths)
     files = [travelling.add(name) for name in args.gin_file]
     paths = _search_paths(travelling)
@@ -189,7 +207,15 @@ def _single(args: Any, flags: Sequence[str]) -> Work:
     if root != folder and "://" not in folder:
         arguments += (f"--gin_bindings=MODEL_DIR = {root!r}",) if folder == _macro("MODEL_DIR") else ()
     name = root.rpartition("/")[2]
-    return Work(name, root, (Job(name, arguments, root, batch_size, steps),), None, {}, travelling.found, *_topology())
+    return Work(
+        name,
+        root,
+        (Job(name, arguments, root, parsed.batch_size, parsed.train_steps),),
+        None,
+        {},
+        travelling.found,
+        *_topology(),
+    )
 
 
 def _search_paths(travelling: gin_files.Travelling) -> tuple[str, ...]:

@@ -51,6 +51,12 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def automatic_axes() -> frozenset[str]:
+    """Mesh axes that no `shard_map` around has made manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return frozenset() if mesh.empty else frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
+
+
 def check_data_axes(axes: Sequence[str]) -> None:
     """Raises unless all of them are axes of a `shard_map` around."""
     around = manual_axes()

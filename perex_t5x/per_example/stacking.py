@@ -71,4 +71,4 @@ def _unfilled(length: int, aval: Any) -> jax.Array:
 def _is_for_one_device() -> bool:
     """Whether a `shard_map` around says what one device has: the compiler does not divide unfilled memory over devices."""
     mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and all(mesh.shape[a] == 1 for a in mesh.axis_names if a not in mesh.manual_axes)
+    return not mesh.empty and all(mesh.shape[a] == 1 for a in manual.automatic_axes())

@@ -120,7 +120,7 @@ def _check_bucket(asked: Request, commands: Commands) -> None:
     if project and project != "(unset)" and (commands.dry_run or shutil.which("gcloud")):
         checks.bucket(dataclasses.replace(asked, project=project), commands, must_see=False)
     elif not commands.dry_run:
-        _say("note: whether the bucket exists is not known: there is no gcloud here, or no --project.")
+        checks.say("note: whether the bucket exists is not known: there is no gcloud here, or no --project.")
 
 
 def _offer(error: creating.AlreadyRunningError, cluster: Cluster, asked: Request, args: Any) -> int:
@@ -128,9 +128,9 @@ def _offer(error: creating.AlreadyRunningError, cluster: Cluster, asked: Request
     how = following.command("follow", cluster, error.group)
     if not asked.yes and not sys.stdin.isatty():
         raise ConfigError(f"{error}\nTo follow it: {how}") from None
-    _say(str(error))
+    checks.say(str(error))
     if not asked.yes and not asking.yes("Follow it? [y/N] "):
-        _say(f"nothing was created. To follow it: {how}")
+        checks.say(f"nothing was created. To follow it: {how}")
         return 0
     return following.follow(cluster, error.group, args.poll_seconds)
 
@@ -145,7 +145,7 @@ def _manifest(args: Any) -> int:
         Path(args.out).write_text(text, encoding="utf-8")
     except OSError as e:
         raise ConfigError(f"--out={args.out}: {e.strerror}") from e
-    _say(f"wrote {args.out}. To launch it: kubectl create {shlex.quote(f'--filename={args.out}')}")
+    checks.say(f"wrote {args.out}. To launch it: kubectl create {shlex.quote(f'--filename={args.out}')}")
     return 0
 
 
@@ -181,12 +181,14 @@ def _stop(args: Any) -> int:
     cluster = _cluster(args)
     found = [jobset["metadata"]["name"] for jobset in cluster.jobsets(group=group)]
     if not found and not args.dry_run:
-        _say(f"no JobSets {f'of {group}' if group else 'of ours'} are there; what else belongs to them is deleted.")
+        checks.say(
+            f"no JobSets {f'of {group}' if group else 'of ours'} are there; what else belongs to them is deleted."
+        )
     if args.all and found and not args.yes:
         asking.require(f"Stop and delete {', '.join(found)}?")
     cluster.commands.run(cluster.delete_group(group), timeout=1800)
     if found:
-        _say(f"deleted {', '.join(found)}; pods that were running have --grace_seconds to save.")
+        checks.say(f"deleted {', '.join(found)}; pods that were running have --grace_seconds to save.")
     return 0
 
 
@@ -198,7 +200,3 @@ def _name(args: Any) -> str:
     if args.name is None:
         raise ConfigError("which launch? Give its --name=...; those that are: ./launch/gke.py list")
     return names.check_name(args.name)
-
-
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)

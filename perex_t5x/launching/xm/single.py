@@ -18,9 +18,8 @@ from perex_t5x.experiments import command, processes, running
 from perex_t5x.experiments.folder import Folder, InUseError
 from perex_t5x.experiments.overview import Overview
 from perex_t5x.experiments.runs import DONE, STOPPED, Result, Run, absolute
+from perex_t5x.launching import jobs
 from perex_t5x.launching.xm.experiment import Experiment
-
-_FOLDERS = ("MODEL_DIR", "EVAL_OUTPUT_DIR", "INFER_OUTPUT_DIR")
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,6 @@ def from_flags(args: Any) -> SingleRun:
     """What the flags describe; raises `ConfigError` for a slip in the Gin files."""
     import gin
 
-    from perex_t5x import gin_utils
-    from perex_t5x.experiments import settings
-
     if not args.gin_file:
         raise ConfigError("nothing to run: give --gin_file=runs/quickstart.gin, or --sweep=sweeps/learning_rate.gin.")
     for name in ("sweep_bindings", "only", "print_commands"):
@@ -89,19 +85,13 @@ def from_flags(args: Any) -> SingleRun:
             raise ConfigError(f"--{name} is for a sweep: give --sweep, too.")
     bindings = [*args.gin_bindings, *([f"MODEL_DIR = {absolute(args.dir)!r}"] if args.dir else [])]
     command.start(args)
-    gin.clear_config()
-    gin_utils.parse_gin_flags(args.gin_search_paths, args.gin_file, bindings)
-    folder = next((found for name in _FOLDERS if (found := _macro(name))), None)
-    if not isinstance(folder, str):
+    parsed = jobs.parse(args, bindings)
+    if (folder := parsed.folder) is None:
         raise ConfigError("the Gin files have no MODEL_DIR: give those of a run, and --gin.MODEL_DIR=FOLDER.")
     if "://" in folder:
         raise ConfigError(
             f"MODEL_DIR = {folder!r}: --executor=local keeps the run's log in that folder, which has to be on this machine."
         )
-    batch_size = steps = 0
-    if args.module == "perex_t5x.train":
-        base = settings.read()
-        batch_size, steps = base.batch_size.value, base.train_steps
     gin.clear_config()
     folder = absolute(folder)
     return SingleRun(
@@ -110,11 +100,11 @@ def from_flags(args: Any) -> SingleRun:
         files=tuple(args.gin_file),
         bindings=tuple(bindings),
         own_bindings=(),
-        batch_size=batch_size,
+        batch_size=parsed.batch_size,
         learning_rate=None,
-        train_steps=steps,
+        train_steps=parsed.train_steps,
         seed=0,
-        examples=batch_size * steps,
+        examples=parsed.batch_size * parsed.train_steps,
         search_paths=tuple(args.gin_search_paths),
         flags=tuple(command.passed_on(args)),
         model_dir=folder,
@@ -151,12 +141,3 @@ def _told(run: SingleRun, result: Result) -> int:
     loss = "" if result.eval_loss is None else f", validation loss {result.eval_loss:.4f}"
     print(f"\n{run.name}: {result.steps} steps{loss}\nlog      {run.model_dir}/log.txt")
     return 0
-
-
-def _macro(name: str) -> Any:
-    import gin
-
-    try:
-        return gin.query_parameter(f"%{name}")
-    except ValueError:
-        return None

@@ -54,7 +54,7 @@ def reduce(
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """The sums, and Σ g_n² of each example, by the kernel; `initial` None: from zeros."""
     arguments = manual.vary((initial, left, right, weights, scales), reducer.varying)
-    rest = _automatic_axes()
+    rest = manual.automatic_axes()
     if not rest:
         return _on_device(reducer, product, *arguments, ())
     whole = PartitionSpec()
@@ -130,7 +130,7 @@ def _place(product: Product) -> str:
     if mesh.empty:
         is_one = jax.device_count() == 1 and product.place is None
         return "" if is_one else "no shard_map around that would say where the operands lie"
-    rest = _automatic_axes()
+    rest = manual.automatic_axes()
     if any(t == AxisType.Explicit for t in mesh.axis_types):
         return "a mesh with explicit axes"
     if product.place is None:
@@ -179,12 +179,6 @@ def _is_elementwise(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive.name in _ELEMENTWISE and all(
         jnp.dtype(v.aval.dtype).itemsize <= 4 for v in (*eqn.invars, *eqn.outvars)
     )
-
-
-def _automatic_axes() -> frozenset[str]:
-    """Mesh axes that no shard_map around has made manual."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return frozenset() if mesh.empty else frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
 
 
 def _names(axes: Sequence[Any]) -> frozenset[str]:
