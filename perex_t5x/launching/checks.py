@@ -13,9 +13,8 @@ from typing import Any
 
 import perex_t5x
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.launching import estimate, leftovers, names, package
+from perex_t5x.launching import estimate, leftovers, names, package, refusals
 from perex_t5x.launching.commands import Commands, Completed
-from perex_t5x.launching.gcloud import refusals
 from perex_t5x.launching.jobs import Job
 from perex_t5x.launching.request import Request
 

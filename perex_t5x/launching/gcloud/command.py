@@ -20,10 +20,10 @@ from typing import Any
 from absl import flags
 
 from perex_t5x.errors import ConfigError, TrainingError, did_you_mean
-from perex_t5x.launching import checks, estimate, names, package, program
+from perex_t5x.launching import checks, collecting, estimate, names, package, program
 from perex_t5x.launching.checks import say
 from perex_t5x.launching.commands import Commands
-from perex_t5x.launching.gcloud import collecting, existing, following, steps
+from perex_t5x.launching.gcloud import existing, following, steps
 from perex_t5x.launching.gcloud.following import Follower
 from perex_t5x.launching.gcloud.resource import GONE, Resource
 from perex_t5x.launching.gcloud.session import Options, Session

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from perex_t5x import cli
 from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.launching import collecting
 from perex_t5x.launching.checks import say
-from perex_t5x.launching.gcloud import collecting, existing, following
+from perex_t5x.launching.gcloud import existing, following
 from perex_t5x.launching.gcloud.following import Follower
 from perex_t5x.launching.gcloud.steps import ExistsError, Steps
 from perex_t5x.launching.leftovers import Leftovers, still_there

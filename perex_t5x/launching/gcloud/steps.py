@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.launching import leftovers, package
+from perex_t5x.launching import leftovers, package, refusals
 from perex_t5x.launching.checks import say
 from perex_t5x.launching.commands import Commands
-from perex_t5x.launching.gcloud import refusals, remote, resource
+from perex_t5x.launching.gcloud import remote, resource
 from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
 from perex_t5x.launching.request import Request
 

@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 
 from perex_t5x.errors import ConfigError
+from perex_t5x.launching import collecting
 from perex_t5x.launching.commands import Commands
-from perex_t5x.launching.gcloud import collecting
 from perex_t5x.launching.gke.cluster import Cluster
 from perex_t5x.launching.gke.manifest import NAME_LABEL
 from perex_t5x.launching.gke.options import JOBS_FILE

@@ -9,10 +9,9 @@ from perex_t5x.errors import ConfigError
 from perex_t5x.experiments import twins
 from perex_t5x.experiments.folder import Folder, result_of_metrics, write_atomically
 from perex_t5x.experiments.runs import DONE, FAILED, Result, Run
-from perex_t5x.launching import marks, names
+from perex_t5x.launching import marks, names, refusals
 from perex_t5x.launching.checks import say
 from perex_t5x.launching.commands import Commands
-from perex_t5x.launching.gcloud import refusals
 from perex_t5x.launching.jobs import Work
 
 _LEFT_OUT = r"(.*/)?((checkpoint_[^/]*|\.jax_cache)/.*|bundle\.tar\.gz)$"
