@@ -40,7 +40,8 @@ def cnn():
     def loss(p, x):
         numbers = ("NHWC", "HWIO", "NHWC")
         h = jax.lax.conv_general_dilated(x, p["w"], (1, 1), "SAME", dimension_numbers=numbers)
-        return 0.1 * jnp.mean((jax.nn.relu(h).reshape(x.shape[0], -1) @ p["v"]) ** 2)
+        # Small, so that cos(g) does not enlarge what a convolution rounds, which differs from one CPU to the next.
+        return 0.002 * jnp.mean((jax.nn.relu(h).reshape(x.shape[0], -1) @ p["v"]) ** 2)
 
     return loss, params, normal(k[2], 6, 6, 6, 2)
 
