@@ -51,11 +51,15 @@ def install(name: str, python: str | None = None) -> str:
         [
             "set -eu",
             f"cd {_folder(name)}",
+            # A connection that broke may have left an install running.
+            "exec 9> install.lock",
+            "flock 9",
             "sum=$(sha256sum bundle.tar.gz | cut -d' ' -f1)",
             'if [ "$(cat installed 2>/dev/null || true)" = "$sum" ]; then exit 0; fi',
             f"py=$({find}) || true",
             f'if [ -z "$py" ]; then {missing}; fi',
-            '[ -x venv/bin/python ] || "$py" -m venv venv',
+            # One that was interrupted has a Python and no pip.
+            'venv/bin/python -m pip --version > /dev/null 2>&1 || { rm -rf venv; "$py" -m venv venv; }',
             "more=$(ls packages/*.whl 2>/dev/null || true)",
             f"venv/bin/python -m pip install --quiet --constraint=constraints.txt {wheel} $more",
             # The same version, maybe from another commit.
@@ -109,11 +113,12 @@ def follow(name: str, skip: int = 0) -> str:
 
 
 def status(name: str) -> str:
-    """One line: what the worker does, and the last line of its log."""
+    """One line: which host, what its worker does, and the last line of its log. gcloud mixes the lines of all hosts."""
     state = f'if {_RUNNING}; then s=running; elif [ -e exit_status ]; then s="ended with $(cat exit_status)"; '
     state += "elif [ -e starter.pid ]; then s=lost; else s='not started'; fi"
     last = "$(tail -n 1 worker.log 2>/dev/null || true)"
-    return f'cd {_folder(name)} 2>/dev/null || {{ echo "nothing here"; exit 0; }}; {state}; echo "$s: {last}"'
+    host = "h=${HOSTNAME:-$(hostname)}"
+    return f'{host}; cd {_folder(name)} 2>/dev/null || {{ echo "$h nothing here"; exit 0; }}; {state}; echo "$h $s: {last}"'
 
 
 def stop(name: str, patience: int = 120) -> str:
