@@ -1,11 +1,14 @@
 """launch/gcloud_tpu.py where gcloud, the network or a person gets in the way; see test_launching_gcloud.py."""
 
 import re
+import subprocess
+from types import SimpleNamespace as Namespace
 
 import pytest
 from gcloud_support import Cloud, finished, killed_workers, scenario, there
 
-from perex_t5x.launching.gcloud import steps
+from perex_t5x.launching.accelerators import Slice
+from perex_t5x.launching.gcloud import resource, steps
 
 
 @pytest.fixture
@@ -79,3 +82,12 @@ def test_an_install_that_was_interrupted_is_mended(cloud):
     done = cloud.command("install", "--name=run")
     assert done.status == 0, done.err
     assert "install" in (folder / "pip.txt").read_text() and (folder / "installed").exists()
+
+
+def test_shapes_of_later_chips_are_asked_for_with_alpha(cloud):
+    for name, topology, words in (("a", "v4:4x4x12", []), ("b", "v5p:4x4x12", ["alpha"])):
+        request = Namespace(slice=Slice.of(topology), work=Namespace(fingerprint="0"), spot=True, reservation=None)
+        argv = resource.Resource(name, "my-project", "us-west4-a").create(request, "0")
+        assert argv[1 : 1 + len(words)] == words and "--topology=4x4x12" in argv
+        done = subprocess.run(argv, env=cloud.environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr

@@ -49,7 +49,7 @@ class Resource:
         return f"queued resource {self.name} ({self.project}, {self.zone})"
 
     def create(self, request: Request, commit: str, reserved: bool = False, more: Sequence[str] = ()) -> list[str]:
-        """Asks for the slices. A named reservation is known to gcloud's alpha commands only."""
+        """Asks for the slices. A named reservation, and shapes of some chips, are known to gcloud's alpha commands only."""
         one = self.slices == 1
         nodes = [f"--node-id={self.name}"] if one else [f"--node-count={self.slices}", f"--node-prefix={self.name}"]
         labels = {
@@ -66,7 +66,7 @@ class Resource:
             tier = ["--reserved"]
         return [
             "gcloud",
-            *(["alpha"] if request.reservation else []),
+            *(["alpha"] if request.reservation or request.slice.needs_alpha else []),
             *_QUEUED,
             "create",
             self.name,
