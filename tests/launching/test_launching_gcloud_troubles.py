@@ -8,7 +8,8 @@ import pytest
 from gcloud_support import Cloud, finished, killed_workers, scenario, there
 
 from perex_t5x.launching.accelerators import Slice
-from perex_t5x.launching.gcloud import resource, steps
+from perex_t5x.launching.commands import Commands
+from perex_t5x.launching.gcloud import quota, resource, steps
 
 
 @pytest.fixture
@@ -91,3 +92,44 @@ def test_shapes_of_later_chips_are_asked_for_with_alpha(cloud):
         assert argv[1 : 1 + len(words)] == words and "--topology=4x4x12" in argv
         done = subprocess.run(argv, env=cloud.environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "values,words",
+    [
+        ({"quota": 8}, "note: the quota TPUV5sLitepodPerProjectPerZoneForTPUAPI is 8 in us-west4-a, and 16 chips"),
+        ({"quota": 16}, ""),
+        ({"quota": -1}, ""),  # no limit
+        ({"quota": 8, "quota_zone": "us-west4-b"}, ""),
+        ({}, "cannot be looked at (ERROR: (gcloud.beta.quotas.info.describe) PERMISSION_DENIED"),
+    ],
+)
+def test_the_quota_is_looked_at_and_refuses_nothing(cloud, capsys, monkeypatch, values, words):
+    scenario(cloud, **values)
+    for name in ("PATH", "STANDIN_DIR"):
+        monkeypatch.setenv(name, cloud.environment[name])
+    request = Namespace(slice=Slice.of("v5e-16"), slices=1, spot=False, reservation=None, reserved=False)
+    request.project, request.zone = "my-project", "us-west4-a"
+    quota.look(request, Commands())
+    said = capsys.readouterr().err
+    assert (words in said) if words else said == ""
+    quota.look(Namespace(reservation=None, reserved=True), Commands())
+
+
+@pytest.mark.parametrize(
+    "flag,words", [("--labels=a=b", "is set by the launch itself"), ("network=n", "is no flag of gcloud's")]
+)
+def test_flags_for_create_do_not_undo_those_of_the_launch(cloud, flag, words):
+    done = cloud.command("list", f"--create_flag={flag}")
+    assert done.status == 2 and words in done.err
+
+
+def test_a_host_s_last_words_on_a_terminal_that_knows_ascii_alone(cloud):
+    there(cloud)
+    scenario(cloud, workers=1)
+    folder = cloud.folder / "hosts/run/0/perex/run"
+    folder.mkdir(parents=True)
+    (folder / "worker.log").write_bytes(b"\xff step \xe2\x82\xac")
+    cloud.environment["PYTHONIOENCODING"] = "ascii"
+    done = cloud.command("status", "--name=run")
+    assert done.status == 0 and "not started: \\ufffd step \\u20ac" in done.out

@@ -24,7 +24,7 @@ from perex_t5x.errors import ConfigError, TrainingError, did_you_mean
 from perex_t5x.launching import checks, collecting, estimate, names, package, program
 from perex_t5x.launching.checks import say
 from perex_t5x.launching.commands import Commands
-from perex_t5x.launching.gcloud import existing, following, steps
+from perex_t5x.launching.gcloud import existing, following, quota, resource, steps
 from perex_t5x.launching.gcloud.following import Follower
 from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
 from perex_t5x.launching.gcloud.session import Options, Session
@@ -63,13 +63,13 @@ def _main(args: Any, words: list[str]) -> int:
         args.name = args.name or "all"
     if args.reserved and (args.spot or args.reservation):
         raise ConfigError("--reserved excludes --spot and --reservation.")
+    resource.check_create_flags(args.create_flag)
     request = Request.from_flags(args, with_work=command in _WITH_WORK).in_bucket().located(commands)
     target = Resource(request.name, request.project, request.zone, request.slices, args.internal_ip)
     options = Options(
         args.out or os.path.join("launches", request.name),
         args.wait_hours,
         args.remote_python,
-        args.reserved,
         tuple(args.create_flag),
     )
     todo = Steps(target, commands)
@@ -94,6 +94,7 @@ def _check(request: Request, todo: Steps) -> tuple[package.Checkout, estimate.Es
     commands = todo.commands
     checks.bucket(request, commands)
     checks.zone_has(request, commands)
+    quota.look(request, commands)
     checks.check_gin(request, commands)
     cost = checks.preflight(request, commands)
     say(checks.summary(request, cost, files.commit, f"{request.project}, {request.zone}"))
@@ -160,7 +161,7 @@ def _create(request: Request, todo: Steps, options: Options) -> int:
     with Leftovers(todo.commands, request.keep) as leftovers:
         leftovers.add(todo.target.what, todo.target.delete())
         try:
-            todo.create(request, files.commit, options.reserved, options.create_flags)
+            todo.create(request, files.commit, options.create_flags)
         except steps.ExistsError as e:
             leftovers.keep(todo.target.what)
             e.add_note(still_there(todo.target.what, todo.target.delete()))

@@ -26,7 +26,6 @@ class Options:
     out: str
     wait_hours: float = 24.0
     python: str | None = None
-    reserved: bool = False
     create_flags: tuple[str, ...] = ()
 
 
@@ -65,7 +64,7 @@ class Session:
         while True:
             leftovers.add(self.steps.target.what, self.steps.target.delete())
             try:
-                self.steps.create(self.request, self.commit, self.options.reserved, self.options.create_flags)
+                self.steps.create(self.request, self.commit, self.options.create_flags)
             except ExistsError as e:
                 leftovers.keep(self.steps.target.what)  # another launch made it, a moment ago
                 e.add_note(still_there(self.steps.target.what, self.steps.target.delete()))

@@ -73,8 +73,8 @@ class Steps:
             raise TrainingError(refusals.message("the queued resources cannot be listed", done.said))
         return resource.all_of(done.stdout)
 
-    def create(self, request: Request, commit: str, reserved: bool, more: Sequence[str]) -> None:
-        argv = self.target.create(request, commit, reserved, more)
+    def create(self, request: Request, commit: str, more: Sequence[str]) -> None:
+        argv = self.target.create(request, commit, more)
         say(f"asking for {self.target.what}: {request.slices} x {request.slice.accelerator_type}")
         for attempt in range(_CREATE_RETRIES + 1):
             done = self.commands.run(argv, check=False)
