@@ -107,11 +107,15 @@ def scenario(cloud, **values):
 
 def there(cloud, **more):
     """A resource that an earlier launch has created, and nothing else."""
+    (cloud.folder / "state.json").write_text(json.dumps({"resources": {"run": created(**more)}, "counts": {}}))
+
+
+def created(**more):
+    """What the stand-in keeps of a resource."""
     from perex_t5x.launching.names import fingerprint
 
     labels = {"perex-name": "run", "perex-run": fingerprint("gs://my-bucket/x")}
-    found = {"states": ["ACTIVE"], "labels": labels, "nodes": ["run"], "type": "v5litepod-16", **more}
-    (cloud.folder / "state.json").write_text(json.dumps({"resources": {"run": found}, "counts": {}}))
+    return {"states": ["ACTIVE"], "labels": labels, "nodes": ["run"], "type": "v5litepod-16", **more}
 
 
 def killed_workers(folder):

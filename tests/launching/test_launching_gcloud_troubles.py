@@ -5,7 +5,7 @@ import subprocess
 from types import SimpleNamespace as Namespace
 
 import pytest
-from gcloud_support import Cloud, finished, killed_workers, scenario, there
+from gcloud_support import Cloud, created, finished, killed_workers, scenario, there
 
 from perex_t5x.launching.accelerators import Slice
 from perex_t5x.launching.commands import Commands
@@ -133,3 +133,29 @@ def test_a_host_s_last_words_on_a_terminal_that_knows_ascii_alone(cloud):
     cloud.environment["PYTHONIOENCODING"] = "ascii"
     done = cloud.command("status", "--name=run")
     assert done.status == 0 and "not started: \\ufffd step \\u20ac" in done.out
+
+
+def test_another_launch_began_during_the_checks(cloud):
+    scenario(cloud, appears_at_describe=2, appears=created())
+    cloud.work(cloud.job("a", ""))
+    done = cloud.launch(yes=False)
+    assert done.status == 2 and "nothing was created" in done.err  # no terminal
+    (cloud.folder / "state.json").unlink()
+    done = cloud.launch(keep=True)
+    assert done.status == 0 and "is there already: ACTIVE" in done.err, done.err
+    assert "create" not in cloud.verbs and sorted(cloud.ran) == ["a0", "a1"]
+
+
+def test_steps_alone_in_the_wrong_order(cloud):
+    there(cloud)
+    for step, before in (("install", "copy"), ("start", "copy")):
+        done = cloud.command(step, "--name=run")
+        assert done.status == 1 and f"this comes after: launch/gcloud_tpu.py {before}" in done.err
+    for worker in "01":
+        folder = cloud.folder / f"hosts/run/{worker}/perex/run"
+        folder.mkdir(parents=True)
+        (folder / "bundle.tar.gz").write_text("new")
+        (folder / "installed").write_text("of an older bundle")
+    done = cloud.command("start", "--name=run")
+    assert done.status == 1 and "this comes after: launch/gcloud_tpu.py install" in done.err
+    assert not list(cloud.folder.rglob("starter.pid"))

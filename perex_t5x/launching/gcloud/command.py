@@ -107,6 +107,9 @@ def _launch(request: Request, todo: Steps, options: Options) -> int:
         return _join(request, todo, options, url, found.state)
     files, _ = _check(request, todo)
     checks.confirm("", request)
+    # The checks take minutes, in which another launch of this name may have begun: its hosts fetch its bundle.
+    if todo.describe() != GONE and (found := existing.look(request, todo)) != GONE:
+        return _join(request, todo, options, url, found.state)
     run = Session(todo, request, options, url, files.commit)
     try:
         with Leftovers(todo.commands, request.keep) as leftovers:

@@ -19,8 +19,16 @@ _PYTHONS = "python3.13 python3.12 python3.11"
 LOST = "lost"
 
 
+_SUM = "sum=$(sha256sum bundle.tar.gz | cut -d' ' -f1)"
+_INSTALLED = '[ "$(cat installed 2>/dev/null || true)" = "$sum" ]'  # and not what was copied before
+
+
 def _folder(name: str) -> str:
     return f'"$HOME"/perex/{shlex.quote(name)}'
+
+
+def _before(step: str) -> str:
+    return f"{{ echo 'this comes after: launch/gcloud_tpu.py {step}' >&2; exit 1; }}"
 
 
 def copy(name: str, url: str) -> str:
@@ -50,12 +58,12 @@ def install(name: str, python: str | None = None) -> str:
     return "; ".join(
         [
             "set -eu",
-            f"cd {_folder(name)}",
+            f"cd {_folder(name)} 2>/dev/null || {_before('copy')}",
             # A connection that broke may have left an install running.
             "exec 9> install.lock",
             "flock 9",
-            "sum=$(sha256sum bundle.tar.gz | cut -d' ' -f1)",
-            'if [ "$(cat installed 2>/dev/null || true)" = "$sum" ]; then exit 0; fi',
+            _SUM,
+            f"if {_INSTALLED}; then exit 0; fi",
             f"py=$({find}) || true",
             f'if [ -z "$py" ]; then {missing}; fi',
             # One that was interrupted has a Python and no pip.
@@ -76,7 +84,9 @@ def start(name: str) -> str:
     return "; ".join(
         [
             "set -eu",
-            f"cd {_folder(name)}",
+            f"cd {_folder(name)} 2>/dev/null || {_before('copy')}",
+            _SUM,
+            f"{_INSTALLED} || {_before('install')}",
             "exec 9> start.lock",
             "flock 9",
             f"if {_RUNNING}; then echo running already; exit 0; fi",
