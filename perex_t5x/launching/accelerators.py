@@ -29,7 +29,6 @@ _GENERATIONS = {
     "v5p": _Generation("v5p", 2, "v2-alpha-tpuv5", "tpu-v5p-slice", "ct5p-hightpu", 4.20),
     "v6e": _Generation("v6e", 1, "v2-alpha-tpuv6e", "tpu-v6e-slice", "ct6e-standard", 2.70),
 }
-_GCLOUD_TYPES = {"v4": "v4", "v5e": "v5lite-pod", "v5p": "v5p", "v6e": "v6e"}
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,21 @@ class Slice:
         >>> Slice.of("v4:4x4x12").gcloud_flags()
         ['--type=v4', '--topology=4x4x12']
         """
+        if self._by_shape:
+            return [f"--type={_GENERATIONS[self.chip].accelerator}", f"--topology={self.gke_topology}"]
+        return [f"--accelerator-type={self.accelerator_type}"]
+
+    @property
+    def needs_alpha(self) -> bool:
+        """Whether gcloud takes these flags in its alpha commands only: the others know the shapes of v4, not of later chips.
+
+        >>> Slice.of("v4:4x4x12").needs_alpha, Slice.of("v5p:4x4x12").needs_alpha, Slice.of("v5p:4x4x8").needs_alpha
+        (False, True, False)
+        """
+        return self._by_shape and self.chip != "v4"
+
+    @property
+    def _by_shape(self) -> bool:
         generation = _GENERATIONS[self.chip]
         plain = f"{generation.accelerator}-{generation.units * self.chips}"
-        if self.accelerator_type == plain and self.topology not in slice_names.known_topologies():
-            return [f"--type={_GCLOUD_TYPES[self.chip]}", f"--topology={self.gke_topology}"]
-        return [f"--accelerator-type={self.accelerator_type}"]
+        return self.accelerator_type == plain and self.topology not in slice_names.known_topologies()

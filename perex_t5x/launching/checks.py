@@ -184,6 +184,9 @@ def summary(request: Request, cost: estimate.Estimate, commit: str, where: str) 
     kind, work = request.slice, request.work
     what = f"{len(work.jobs)} runs, one after another" if work.sweep else f"{work.jobs[0].module} of one run"
     tier = "spot, may be taken away at any time" if request.spot else request.reservation or "on demand"
+    if request.reserved:
+        tier = "of the project's reservation"
+    along = package.uncommitted([*work.gin_files.values(), *request.with_package])
     return "\n".join(
         [
             "",
@@ -192,6 +195,7 @@ def summary(request: Request, cost: estimate.Estimate, commit: str, where: str) 
             f"slices    {request.slices} x {kind.topology} ({kind.chips} chips on {kind.hosts} host(s)), {tier}",
             f"where     {where}",
             f"commit    {commit}",
+            *(f"{'' if i else 'along':<10}{path}" for i, path in enumerate(along)),
             f"cost      {cost.words()}",
             "",
         ]

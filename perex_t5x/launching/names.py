@@ -8,7 +8,7 @@ import re
 from perex_t5x.errors import ConfigError
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-_ZONE = re.compile(r"[a-z]+-[a-z]+[0-9]+-[a-z]")
+_ZONE = re.compile(r"[a-z]+-[a-z]+[0-9]+-([a-z]|ai[0-9]+[a-z])")
 _PROJECT = re.compile(r"([a-z0-9.-]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]")
 _BUCKET = re.compile(r"gs://[a-z0-9][-a-z0-9_.]{1,220}[a-z0-9](/[\w.=+@:,~-]+)*/?", re.ASCII)
 
@@ -51,8 +51,8 @@ def label_value(text: str) -> str:
 
 def check_zone(zone: str) -> str:
     """
-    >>> check_zone("us-west4-a")
-    'us-west4-a'
+    >>> check_zone("us-west4-a"), check_zone("us-central1-ai1a")
+    ('us-west4-a', 'us-central1-ai1a')
     """
     if _ZONE.fullmatch(zone):
         return zone

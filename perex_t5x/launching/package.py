@@ -76,6 +76,25 @@ def checkout(allow_uncommitted: bool = False, root: str | None = None) -> Checko
     return Checkout(root, f"{commit}-dirty")
 
 
+def uncommitted(paths: Sequence[str]) -> list[str]:
+    """Of one's own Gin files and packages, which travel as they are, those that no commit holds, each with the reason."""
+    found = []
+    for path in dict.fromkeys(os.path.realpath(p) for p in paths):
+        if path.endswith(".whl"):
+            continue  # was built; from what, nobody knows
+        folder = os.path.isdir(path)
+        where, ignored = (path, []) if folder else (os.path.dirname(path), ["--ignored"])  # a folder's are caches
+        git = ["git", "-C", where, "status", "--porcelain", "--untracked-files=all", *ignored, "--", path]
+        try:
+            said = Commands().run(git).stdout
+        except (CommandError, ConfigError):  # no repository, or no git
+            found.append(f"{path} (not in git)")
+            continue
+        if said.strip():
+            found.append(f"{path} (not committed)")
+    return found
+
+
 def folder(name: str) -> str:
     """Where a launch of this name is prepared."""
     base = os.environ.get("PEREX_T5X_LAUNCH_DIR") or os.path.join("~", ".cache", "perex_t5x", "launch")

@@ -33,6 +33,8 @@ def run(
     sys.modules["__main__"].__doc__ = usage
 
     def main(words: Sequence[str]) -> None:
+        if hasattr(sys.stdout, "reconfigure"):  # logs of hosts hold any bytes, and terminals may know ASCII alone
+            sys.stdout.reconfigure(errors="backslashreplace")
         console.set_up(everything=flags.FLAGS.alsologtostderr)
         sys.exit(guarded(lambda: function(flags.FLAGS, list(words[1:]))))
 

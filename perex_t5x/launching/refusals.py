@@ -29,6 +29,10 @@ _KNOWN = (
         "roles/storage.admin in the project, see docs/launch.md.",
     ),
     (
+        r"Network is unreachable|Failed to resolve|Name or service not known|Max retries exceeded|name resolution",
+        "this machine has no way to the cloud: is its network there?",
+    ),
+    (
         r"There was a problem refreshing your current auth tokens|do not currently have an active account|gcloud auth login",
         "this machine is not logged in: gcloud auth login",
     ),

@@ -75,6 +75,7 @@ class Request:
     with_package: tuple[str, ...]
     dry_run: bool
     skip_gin_check: bool = False
+    reserved: bool = False
 
     @classmethod
     def from_flags(cls, args: Any, with_work: bool = True, needs_slice: bool = True) -> Request:
@@ -124,6 +125,7 @@ class Request:
             with_package=tuple(args.with_package),
             dry_run=args.dry_run,
             skip_gin_check=args.skip_gin_check,
+            reserved=getattr(args, "reserved", False),  # TPU VMs alone
         )
 
     def located(self, commands: Commands) -> Request:

@@ -1,5 +1,6 @@
 """A cloud of stand-ins: see standins/gcloud."""
 
+import contextlib
 import json
 import os
 import signal
@@ -97,6 +98,33 @@ class Cloud:
 
 
 VERBS = ("create", "describe", "delete", "list", "ssh", "cp", "ls", "rsync", "get-value")
+
+
+def scenario(cloud, **values):
+    """How the stand-in behaves from now on."""
+    (cloud.folder / "scenario.json").write_text(json.dumps(values))
+
+
+def there(cloud, **more):
+    """A resource that an earlier launch has created, and nothing else."""
+    (cloud.folder / "state.json").write_text(json.dumps({"resources": {"run": created(**more)}, "counts": {}}))
+
+
+def created(**more):
+    """What the stand-in keeps of a resource."""
+    from perex_t5x.launching.names import fingerprint
+
+    labels = {"perex-name": "run", "perex-run": fingerprint("gs://my-bucket/x")}
+    return {"states": ["ACTIVE"], "labels": labels, "nodes": ["run"], "type": "v5litepod-16", **more}
+
+
+def killed_workers(folder):
+    """Ends what a test that failed may leave behind."""
+    for path in folder.glob("hosts/*/*/perex/*/worker.lock"):
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(path.read_text())
+            if str(folder) in Path(f"/proc/{pid}/environ").read_text():
+                os.kill(pid, signal.SIGKILL)
 
 
 class Finished:

@@ -492,7 +492,7 @@ def test_the_confirmation_shows_what_runs_side_by_side(monkeypatch, tmp_path, ca
     (tmp_path / "gcloud").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     work = jobs.Work("a", "gs://b/a", (jobs.Job("r", ("-m", "perex_t5x.train"), "gs://b/a/runs/r"),), sweep={})
-    fields = {name: None for name in Request.__dataclass_fields__}
+    fields = {name: None for name in Request.__dataclass_fields__} | {"with_package": ()}
     request = Request(**fields | {"name": "a", "work": work, "slice": Slice.of("v5e-256"), "slices": 1, "yes": True})
     shapes = [
         Shape(f"a-{n}", "a", "1", "2", "i:1", "tpu-v5-lite-podslice", "16x16", hosts=64, chips_per_host=4)

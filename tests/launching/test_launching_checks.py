@@ -101,10 +101,13 @@ def test_being_asked(monkeypatch, capsys):
     assert "SUMMARY" in capsys.readouterr().err
 
 
-def test_the_summary():
+def test_the_summary(tmp_path):
     said = checks.summary(request(job("a", 16), spot=True), Estimate(16, 1.2), "abc-dirty", "p, z")
     assert "perex_t5x.train of one run, into gs://my-bucket/x" in said
-    assert "1 x v5e:4x4 (16 chips on 4 host(s)), spot" in said and "abc-dirty" in said
+    assert "1 x v5e:4x4 (16 chips on 4 host(s)), spot" in said and "abc-dirty" in said and "along" not in said
+    own = dataclasses.replace(request(job("a", 16)), reserved=True, with_package=(str(tmp_path),))
+    said = checks.summary(own, Estimate(16, 1.2), "abc", "p, z")
+    assert "host(s)), of the project's reservation" in said and f"along     {tmp_path} (not in git)" in said
 
 
 @pytest.mark.slow

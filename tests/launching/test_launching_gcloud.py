@@ -1,16 +1,13 @@
 """launch/gcloud_tpu.py against a stand-in for gcloud: the commands, their order, retries, and that nothing stays behind."""
 
-import contextlib
 import json
-import os
 import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from gcloud_support import ROOT, Cloud, finished
+from gcloud_support import ROOT, Cloud, finished, killed_workers, scenario, there
 
 PREEMPTS_ONCE = """
 if not os.path.exists(here + '/checkpoint_5/' + host):
@@ -24,17 +21,8 @@ print('resumed at 5', flush=True)
 
 @pytest.fixture
 def cloud(tmp_path):
-    found = Cloud(tmp_path)
-    yield found
-    for path in tmp_path.glob("hosts/*/*/perex/*/worker.lock"):  # a test that failed may leave a worker behind
-        with contextlib.suppress(OSError, ValueError):
-            pid = int(path.read_text())
-            if str(tmp_path) in Path(f"/proc/{pid}/environ").read_text():
-                os.kill(pid, signal.SIGKILL)
-
-
-def scenario(cloud, **values):
-    (cloud.folder / "scenario.json").write_text(json.dumps(values))
+    yield Cloud(tmp_path)
+    killed_workers(tmp_path)
 
 
 def test_from_nothing_to_collected_and_deleted(cloud):
@@ -251,7 +239,7 @@ def test_interrupted_while_following_the_run_goes_on(cloud):
     assert "launch/gcloud_tpu.py follow --name=run --project=my-project --zone=us-west4-a" in done.err
     assert done.last.startswith("still there: queued resource run") and "--force" in done.last
     assert list(cloud.resources) == ["run"]
-    assert "running: hello of a on 1" in cloud.command("status", "--name=run").out
+    assert "t1v-run-w-1 running: hello of a on 1" in cloud.command("status", "--name=run").out
     # Launching again finds it: without --yes it says how to follow, with it it follows to the end.
     refused = cloud.launch(yes=False)
     assert refused.status == 2 and "runs already" in refused.err
@@ -311,15 +299,6 @@ def test_two_names_for_one_folder_at_the_same_moment(cloud):
     done = cloud.launch()
     assert done.status == 2 and "is written by the launch 'rival'" in done.err
     assert list(cloud.resources) == ["rival"] and cloud.ran == []
-
-
-def there(cloud, **more):
-    """A resource that an earlier launch has created, and nothing else."""
-    from perex_t5x.launching.names import fingerprint
-
-    labels = {"perex-name": "run", "perex-run": fingerprint("gs://my-bucket/x")}
-    found = {"states": ["ACTIVE"], "labels": labels, "nodes": ["run"], "type": "v5litepod-16", **more}
-    (cloud.folder / "state.json").write_text(json.dumps({"resources": {"run": found}, "counts": {}}))
 
 
 def test_created_by_the_step_alone_then_launched(cloud):

@@ -206,3 +206,21 @@ def test_the_estimate():
     assert (found.hours, found.chips) == (2.0, 32)
     assert "at least 2.0 hours, 64 chip-hours, about $77" in found.words()
     assert "32 chip-hours an hour, about $38 an hour" in estimate(jobs, {}, Slice.of("v5e-16"), 2).words()
+
+
+def test_own_files_that_no_commit_holds_are_named(tmp_path):
+    repository = tmp_path / "own"
+    (repository / "tasks").mkdir(parents=True)
+    for name in ("kept.gin", "new.gin", "ignored.gin", "tasks/pyproject.toml", ".gitignore"):
+        (repository / name).write_text("ignored.gin\ncache\n")
+    git = ["git", "-C", str(repository), "-c", "user.name=n", "-c", "user.email=e@example.com"]
+    for words in (["init", "-q"], ["add", "kept.gin", "tasks", ".gitignore"], ["commit", "-q", "-m", "m"]):
+        subprocess.run([*git, *words], check=True)
+    (repository / "tasks" / "cache").write_text("")
+    (tmp_path / "loose.gin").write_text("")
+    paths = [str(repository / name) for name in ("kept.gin", "new.gin", "ignored.gin", "tasks")]
+    new = [f"{p} (not committed)" for p in paths[1:3]]
+    assert package.uncommitted([*paths, str(tmp_path / "a.whl")]) == new
+    (repository / "tasks" / "pyproject.toml").write_text("changed")
+    assert package.uncommitted(paths) == [*new, f"{paths[3]} (not committed)"]
+    assert package.uncommitted([str(tmp_path / "loose.gin")]) == [f"{tmp_path / 'loose.gin'} (not in git)"]

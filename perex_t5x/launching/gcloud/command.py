@@ -10,11 +10,12 @@ collect, delete; or status, stop (the program; the slices stay), list (what laun
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import flags
@@ -23,9 +24,9 @@ from perex_t5x.errors import ConfigError, TrainingError, did_you_mean
 from perex_t5x.launching import checks, collecting, estimate, names, package, program
 from perex_t5x.launching.checks import say
 from perex_t5x.launching.commands import Commands
-from perex_t5x.launching.gcloud import existing, following, steps
+from perex_t5x.launching.gcloud import existing, following, quota, resource, steps
 from perex_t5x.launching.gcloud.following import Follower
-from perex_t5x.launching.gcloud.resource import GONE, Resource
+from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
 from perex_t5x.launching.gcloud.session import Options, Session
 from perex_t5x.launching.gcloud.steps import Steps
 from perex_t5x.launching.leftovers import Leftovers, still_there
@@ -62,13 +63,13 @@ def _main(args: Any, words: list[str]) -> int:
         args.name = args.name or "all"
     if args.reserved and (args.spot or args.reservation):
         raise ConfigError("--reserved excludes --spot and --reservation.")
+    resource.check_create_flags(args.create_flag)
     request = Request.from_flags(args, with_work=command in _WITH_WORK).in_bucket().located(commands)
     target = Resource(request.name, request.project, request.zone, request.slices, args.internal_ip)
     options = Options(
         args.out or os.path.join("launches", request.name),
         args.wait_hours,
         args.remote_python,
-        args.reserved,
         tuple(args.create_flag),
     )
     todo = Steps(target, commands)
@@ -80,7 +81,7 @@ def _main(args: Any, words: list[str]) -> int:
     if command == "create":
         return _create(request, todo, options)
     if command == "copy":
-        todo.copy(todo.upload(request, package.checkout(request.allow_uncommitted)))
+        _copy(request, todo)
         return 0
     if command in _OF_ZONE:
         return _of_zone(command, request, todo)
@@ -93,6 +94,7 @@ def _check(request: Request, todo: Steps) -> tuple[package.Checkout, estimate.Es
     commands = todo.commands
     checks.bucket(request, commands)
     checks.zone_has(request, commands)
+    quota.look(request, commands)
     checks.check_gin(request, commands)
     cost = checks.preflight(request, commands)
     say(checks.summary(request, cost, files.commit, f"{request.project}, {request.zone}"))
@@ -105,6 +107,9 @@ def _launch(request: Request, todo: Steps, options: Options) -> int:
         return _join(request, todo, options, url, found.state)
     files, _ = _check(request, todo)
     checks.confirm("", request)
+    # The checks take minutes, in which another launch of this name may have begun: its hosts fetch its bundle.
+    if todo.describe() != GONE and (found := existing.look(request, todo)) != GONE:
+        return _join(request, todo, options, url, found.state)
     run = Session(todo, request, options, url, files.commit)
     try:
         with Leftovers(todo.commands, request.keep) as leftovers:
@@ -126,7 +131,7 @@ def _join(request: Request, todo: Steps, options: Options, url: str, state: str)
             if state != "ACTIVE":
                 todo.wait(options.wait_hours)
             status = todo.status()
-            if re.search("^(nothing here|not started)", status, re.MULTILINE) and not todo.uploaded(url):
+            if re.search(r"^\S+ (nothing here|not started)", status, re.MULTILINE) and not todo.uploaded(url):
                 todo.upload(request, package.checkout(request.allow_uncommitted))  # `create` alone has brought nothing
     except BaseException as e:
         e.add_note(still_there(todo.target.what, todo.target.delete()))
@@ -145,22 +150,24 @@ def _join(request: Request, todo: Steps, options: Options, url: str, state: str)
 def _has_stopped(status: str) -> bool:
     """Whether a host's program has ended before its work was done.
 
-    >>> _has_stopped("running: step 5\\nended with 130: saved\\n"), _has_stopped("ended with 0: done\\n")
+    >>> _has_stopped("w-0 running: step 5\\nw-1 ended with 130: saved\\n"), _has_stopped("w-0 ended with 0: done\\n")
     (True, False)
     """
-    ended = re.findall(r"^ended with (\d+)|^(lost)", status, re.MULTILINE)
+    ended = re.findall(r"^\S+ ended with (\d+)|^\S+ (lost):", status, re.MULTILINE)
     return any(number not in ("0", "3") for number, lost in ended)
 
 
 def _create(request: Request, todo: Steps, options: Options) -> int:
+    existing.check_folder(request, todo)
     files, _ = _check(request, todo)
     checks.confirm("", request)
     with Leftovers(todo.commands, request.keep) as leftovers:
         leftovers.add(todo.target.what, todo.target.delete())
         try:
-            todo.create(request, files.commit, options.reserved, options.create_flags)
-        except steps.ExistsError:
+            todo.create(request, files.commit, options.create_flags)
+        except steps.ExistsError as e:
             leftovers.keep(todo.target.what)
+            e.add_note(still_there(todo.target.what, todo.target.delete()))
             raise
     say(still_there(todo.target.what, todo.target.delete()))
     return 0
@@ -176,34 +183,62 @@ def _by_name(command: str, args: Any, request: Request, todo: Steps, options: Op
     if command == "delete":
         todo.delete()
         return 0
+    found = _find(todo, request)
+    if command == "follow":
+        return _follow(todo)
+    with _named(todo):
+        if command == "wait":
+            todo.wait(options.wait_hours)
+        elif command == "install":
+            todo.install(options.python)
+        elif command == "start":
+            todo.start()
+        elif command == "stop":
+            todo.stop()
+        else:
+            print(f"{request.name}: {found.state}{': ' if found.error else ''}{found.error}")
+            if found.state == "ACTIVE":
+                steps.print_lines(todo.status())
+    return 0
+
+
+def _copy(request: Request, todo: Steps) -> None:
+    files = package.checkout(request.allow_uncommitted)
+    _find(todo, request)
+    with _named(todo):
+        todo.copy(todo.upload(request, files))
+
+
+def _find(todo: Steps, request: Request) -> Description:
+    """What is there of this name; there has to be something."""
     found = todo.describe(dry=dataclasses.replace(GONE, state="ACTIVE", slices=request.slices))
     if found.state == "GONE":
         raise ConfigError(f"there is no {todo.target.what}. What there is: launch/gcloud_tpu.py list")
     todo.target = dataclasses.replace(todo.target, slices=found.slices)
-    if command == "wait":
-        todo.wait(options.wait_hours)
-    elif command == "install":
-        todo.install(options.python)
-    elif command == "start":
-        todo.start()
-    elif command == "stop":
-        todo.stop()
-    elif command == "status":
-        print(f"{request.name}: {found.state}{': ' if found.error else ''}{found.error}")
-        if found.state == "ACTIVE":
-            steps.print_lines(todo.status())
-    else:
-        return _follow(todo)
-    return 0
+    return found
+
+
+@contextlib.contextmanager
+def _named(todo: Steps) -> Iterator[None]:
+    """A step that fails alone deletes nothing; the slices, which cost, are named."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as e:
+        e.add_note(still_there(todo.target.what, todo.target.delete()))
+        raise
 
 
 def _follow(todo: Steps) -> int:
     """Looks only: nothing is started again, collected or deleted."""
-    ended = Follower(todo).follow()
+    with _named(todo):
+        ended = Follower(todo).follow()
+    if ended == following.DELETED:
+        raise TrainingError(f"{todo.target.what} was deleted. What was done is kept: launch again to go on with it.")
     if ended == following.UNSTARTED:
         raise ConfigError("nothing was started there yet: launch/gcloud_tpu.py copy, install, start; or launch again.")
     if ended in (following.PREEMPTED, following.LOST):
-        raise TrainingError(f"{ended}: launch again, with the same flags, to go on from the newest checkpoint.")
+        with _named(todo):
+            raise TrainingError(f"{ended}: launch again, with the same flags, to go on from the newest checkpoint.")
     say(f"the program has ended with status {ended}")
     say(still_there(todo.target.what, todo.target.delete()))
     return int(ended)

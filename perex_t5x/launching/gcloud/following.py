@@ -14,9 +14,9 @@ from perex_t5x.errors import TrainingError
 from perex_t5x.launching.checks import say
 from perex_t5x.launching.commands import end
 from perex_t5x.launching.gcloud import remote
-from perex_t5x.launching.gcloud.steps import Steps
+from perex_t5x.launching.gcloud.steps import Steps, UnreachableError
 
-PREEMPTED, LOST, UNSTARTED = "preempted", remote.LOST, "unstarted"
+PREEMPTED, DELETED, LOST, UNSTARTED = "preempted", "deleted", remote.LOST, "unstarted"
 _MOST_CONNECTIONS = 20  # in a row that bring nothing
 _GRACE_LOOKS = 5
 
@@ -30,8 +30,8 @@ class Follower:
     _silent: int = 0
 
     def follow(self) -> str:
-        """How it ended: the worker's exit status as text, 'preempted', 'lost' (the host knows nothing of its end), or
-        'unstarted'.
+        """How it ended: the worker's exit status as text, 'preempted', 'deleted' (by somebody), 'lost' (the host knows
+        nothing of its end), or 'unstarted'.
 
         Raises:
           TrainingError: no connection, though the slices are there; the program may be running.
@@ -43,11 +43,11 @@ class Follower:
             ended = self._connection()
             if ended == "130":
                 # Somebody has stopped it, or the slice is about to go: then that shows within a minute or two.
-                return PREEMPTED if self._going() else ended
+                return self._going() or ended
             if ended is not None:
                 return ended
-            if not self._there():
-                return PREEMPTED
+            if gone := self._gone():
+                return gone
             if self._silent > _MOST_CONNECTIONS:
                 raise TrainingError(
                     f"worker 0 of {self.steps.target.nodes[0]} cannot be reached any more, though its state is ACTIVE; the "
@@ -61,15 +61,25 @@ class Follower:
         target = self.steps.target
         return target.ssh(target.nodes[0], remote.follow(target.name, self._bytes), worker="0")
 
-    def _there(self) -> bool:
-        return self.steps.describe().state == "ACTIVE" and self.steps.nodes_ready()
+    def _gone(self, nodes: bool = True) -> str | None:
+        """What became of the slices; None where they are there, or nobody can say so now: a running slice is worth more
+        than a quick answer."""
+        try:
+            state = self.steps.describe().state
+            if state in ("GONE", "DELETING"):
+                return DELETED  # one that was taken away is SUSPENDED
+            if state != "ACTIVE" or (nodes and not self.steps.nodes_ready()):
+                return PREEMPTED
+        except UnreachableError as e:
+            say(str(e))
+        return None
 
-    def _going(self) -> bool:
+    def _going(self) -> str | None:
         for _ in range(_GRACE_LOOKS):
-            if not self._there():
-                return True
+            if gone := self._gone():
+                return gone
             self.steps.sleep(self.steps.poll)
-        return False
+        return None
 
     def _connection(self) -> str | None:
         """One connection; None where it ended before the program did."""
@@ -92,8 +102,8 @@ class Follower:
                     line = lines.get(timeout=self.steps.poll)
                 except queue.Empty:
                     # Nothing was said for a while: is the slice still there? A connection to one that is not may hang.
-                    if self.steps.describe().state != "ACTIVE":
-                        return PREEMPTED
+                    if gone := self._gone(nodes=False):
+                        return gone
                     continue
                 if line is None:
                     return None

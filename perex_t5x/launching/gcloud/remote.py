@@ -19,8 +19,16 @@ _PYTHONS = "python3.13 python3.12 python3.11"
 LOST = "lost"
 
 
+_SUM = "sum=$(sha256sum bundle.tar.gz | cut -d' ' -f1)"
+_INSTALLED = '[ "$(cat installed 2>/dev/null || true)" = "$sum" ]'  # and not what was copied before
+
+
 def _folder(name: str) -> str:
     return f'"$HOME"/perex/{shlex.quote(name)}'
+
+
+def _before(step: str) -> str:
+    return f"{{ echo 'this comes after: launch/gcloud_tpu.py {step}' >&2; exit 1; }}"
 
 
 def copy(name: str, url: str) -> str:
@@ -50,12 +58,16 @@ def install(name: str, python: str | None = None) -> str:
     return "; ".join(
         [
             "set -eu",
-            f"cd {_folder(name)}",
-            "sum=$(sha256sum bundle.tar.gz | cut -d' ' -f1)",
-            'if [ "$(cat installed 2>/dev/null || true)" = "$sum" ]; then exit 0; fi',
+            f"cd {_folder(name)} 2>/dev/null || {_before('copy')}",
+            # A connection that broke may have left an install running.
+            "exec 9> install.lock",
+            "flock 9",
+            _SUM,
+            f"if {_INSTALLED}; then exit 0; fi",
             f"py=$({find}) || true",
             f'if [ -z "$py" ]; then {missing}; fi',
-            '[ -x venv/bin/python ] || "$py" -m venv venv',
+            # One that was interrupted has a Python and no pip.
+            'venv/bin/python -m pip --version > /dev/null 2>&1 || { rm -rf venv; "$py" -m venv venv; }',
             "more=$(ls packages/*.whl 2>/dev/null || true)",
             f"venv/bin/python -m pip install --quiet --constraint=constraints.txt {wheel} $more",
             # The same version, maybe from another commit.
@@ -72,7 +84,9 @@ def start(name: str) -> str:
     return "; ".join(
         [
             "set -eu",
-            f"cd {_folder(name)}",
+            f"cd {_folder(name)} 2>/dev/null || {_before('copy')}",
+            _SUM,
+            f"{_INSTALLED} || {_before('install')}",
             "exec 9> start.lock",
             "flock 9",
             f"if {_RUNNING}; then echo running already; exit 0; fi",
@@ -109,11 +123,12 @@ def follow(name: str, skip: int = 0) -> str:
 
 
 def status(name: str) -> str:
-    """One line: what the worker does, and the last line of its log."""
+    """One line: which host, what its worker does, and the last line of its log. gcloud mixes the lines of all hosts."""
     state = f'if {_RUNNING}; then s=running; elif [ -e exit_status ]; then s="ended with $(cat exit_status)"; '
     state += "elif [ -e starter.pid ]; then s=lost; else s='not started'; fi"
     last = "$(tail -n 1 worker.log 2>/dev/null || true)"
-    return f'cd {_folder(name)} 2>/dev/null || {{ echo "nothing here"; exit 0; }}; {state}; echo "$s: {last}"'
+    host = "h=${HOSTNAME:-$(hostname)}"
+    return f'{host}; cd {_folder(name)} 2>/dev/null || {{ echo "$h nothing here"; exit 0; }}; {state}; echo "$h $s: {last}"'
 
 
 def stop(name: str, patience: int = 120) -> str:

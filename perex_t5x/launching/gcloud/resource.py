@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from perex_t5x.errors import ConfigError
 from perex_t5x.launching import names
 from perex_t5x.launching.request import Request
 
@@ -48,8 +49,8 @@ class Resource:
         """In words."""
         return f"queued resource {self.name} ({self.project}, {self.zone})"
 
-    def create(self, request: Request, commit: str, reserved: bool = False, more: Sequence[str] = ()) -> list[str]:
-        """Asks for the slices. A named reservation is known to gcloud's alpha commands only."""
+    def create(self, request: Request, commit: str, more: Sequence[str] = ()) -> list[str]:
+        """Asks for the slices. A named reservation, and shapes of some chips, are known to gcloud's alpha commands only."""
         one = self.slices == 1
         nodes = [f"--node-id={self.name}"] if one else [f"--node-count={self.slices}", f"--node-prefix={self.name}"]
         labels = {
@@ -62,11 +63,11 @@ class Resource:
             tier = ["--spot"]
         elif request.reservation:
             tier = [f"--reservation={_reservation(request.reservation, self.project, self.zone)}"]
-        elif reserved:
+        elif request.reserved:
             tier = ["--reserved"]
         return [
             "gcloud",
-            *(["alpha"] if request.reservation else []),
+            *(["alpha"] if request.reservation or request.slice.needs_alpha else []),
             *_QUEUED,
             "create",
             self.name,
@@ -104,6 +105,25 @@ class Resource:
             *("gcloud", "compute", "tpus", "tpu-vm", "ssh", node),
             *(*self.where, f"--worker={worker}", *internal, alive, "--quiet", command),
         ]
+
+
+_OWN_FLAGS = (
+    *("accelerator-type", "labels", "node-count", "node-id", "node-prefix", "project", "reservation", "reserved"),
+    *("runtime-version", "spot", "topology", "type", "zone"),
+)
+
+
+def check_create_flags(flags: Sequence[str]) -> None:
+    """Raises `ConfigError` for a --create_flag that would undo one of the launch's own: without its labels it is not found.
+
+    >>> check_create_flags(["--network=n"])
+    """
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if not name.startswith("--"):
+            raise ConfigError(f"--create_flag={flag!r} is no flag of gcloud's, such as --create_flag=--network=n.")
+        if name[2:] in _OWN_FLAGS:
+            raise ConfigError(f"--create_flag={flag!r}: {name} is set by the launch itself.")
 
 
 def _reservation(name: str, project: str, zone: str) -> str:

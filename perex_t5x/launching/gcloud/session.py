@@ -26,7 +26,6 @@ class Options:
     out: str
     wait_hours: float = 24.0
     python: str | None = None
-    reserved: bool = False
     create_flags: tuple[str, ...] = ()
 
 
@@ -65,9 +64,10 @@ class Session:
         while True:
             leftovers.add(self.steps.target.what, self.steps.target.delete())
             try:
-                self.steps.create(self.request, self.commit, self.options.reserved, self.options.create_flags)
-            except ExistsError:
+                self.steps.create(self.request, self.commit, self.options.create_flags)
+            except ExistsError as e:
                 leftovers.keep(self.steps.target.what)  # another launch made it, a moment ago
+                e.add_note(still_there(self.steps.target.what, self.steps.target.delete()))
                 raise
             # Names cannot collide, and checks take minutes: of two launches into one folder at least one sees the other.
             existing.check_folder(self.request, self.steps)
@@ -76,7 +76,7 @@ class Session:
                 self.prepare()
                 break
             except TrainingError:
-                if self.steps.describe().state not in ("SUSPENDING", "SUSPENDED"):
+                if not self.steps.taken_away():
                     raise
             say("the slices were taken away before the program ran")
             self._count()
@@ -133,6 +133,12 @@ class Session:
                 stopped = KeyboardInterrupt("the program was stopped; the same launch goes on with it.")
                 stopped.add_note(still_there(self.steps.target.what, self.steps.target.delete()))
                 raise stopped
+            if ended == following.DELETED:  # by hand, to stop everything: made anew, they would cost unseen
+                self._named = True
+                raise KeyboardInterrupt(
+                    f"{self.steps.target.what} was deleted, and not by this launch. What was done is kept: the same launch "
+                    "goes on with it."
+                )
             if ended == following.PREEMPTED:
                 say("the slices were taken away")
             elif ended != following.UNSTARTED:

@@ -7,26 +7,33 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.launching import leftovers, package, refusals
 from perex_t5x.launching.checks import say
-from perex_t5x.launching.commands import Commands
+from perex_t5x.launching.commands import Commands, Completed
 from perex_t5x.launching.gcloud import remote, resource
 from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
 from perex_t5x.launching.request import Request
 
-# Failures of the way to the cloud, not of the request.
+# Failures of the way to the cloud, not of the request. Names and limits have numbers in them, too: 500 alone says nothing.
 _PASSING = (
-    r"UNAVAILABLE|DEADLINE_EXCEEDED|INTERNAL|Connection (reset|refused|aborted)|timed out|Temporary failure|50[0234]",
+    r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|INTERNAL)\b|Connection (reset|refused|aborted)|timed out|Temporary failure"
+    r"|Network is unreachable|Max retries exceeded|Failed to resolve|Name or service not known"
+    r"|HTTPError:? 50[0234]|\b50[0234] (Internal|Bad|Service|Gateway|Server)",
 )
-_SSH_RETRIES = 3
+_SSH_RETRIES = _CREATE_RETRIES = 3
+_NODE_GONE = ("PREEMPTED", "TERMINATED", "STOPPING", "STOPPED", "DELETING")
 
 
 class ExistsError(TrainingError):
     """A queued resource of this name was made in the meantime."""
+
+
+class UnreachableError(TrainingError):
+    """The cloud did not answer, which says nothing about what is there."""
 
 
 @dataclass
@@ -57,7 +64,7 @@ class Steps:
             return resource.parsed(done.stdout)
         if re.search(leftovers.GONE, done.stderr):
             return GONE
-        raise TrainingError(refusals.message(f"{self.target.what} cannot be looked at", done.said))
+        raise _unanswered(f"{self.target.what} cannot be looked at", done)
 
     def list(self) -> list[Description]:
         """What launches have made in this zone."""
@@ -66,14 +73,21 @@ class Steps:
             raise TrainingError(refusals.message("the queued resources cannot be listed", done.said))
         return resource.all_of(done.stdout)
 
-    def create(self, request: Request, commit: str, reserved: bool, more: Sequence[str]) -> None:
-        argv = self.target.create(request, commit, reserved, more)
+    def create(self, request: Request, commit: str, more: Sequence[str]) -> None:
+        argv = self.target.create(request, commit, more)
         say(f"asking for {self.target.what}: {request.slices} x {request.slice.accelerator_type}")
-        done = self.commands.run(argv, check=False)
-        if done.returncode == 0:
-            return
-        if re.search(r"ALREADY_EXISTS|already exists", done.stderr):
-            raise ExistsError(f"{self.target.what} exists already.")
+        for attempt in range(_CREATE_RETRIES + 1):
+            done = self.commands.run(argv, check=False)
+            if done.returncode == 0:
+                return
+            if re.search(r"ALREADY_EXISTS|already exists", done.stderr):
+                if attempt and self.describe().labels.get(resource.LABEL_RUN) == request.work.fingerprint:
+                    return  # the cloud heard an earlier try, and only its answer was lost
+                raise ExistsError(f"{self.target.what} exists already.")
+            if attempt == _CREATE_RETRIES or not re.search(_PASSING[0], done.stderr):
+                break
+            say(f"{done.said.splitlines()[-1].strip()}; again")
+            self.sleep(self.commands.wait * 2**attempt)
         raise TrainingError(refusals.message(f"{self.target.what} was not created", done.said))
 
     def wait(self, hours: float) -> None:
@@ -86,6 +100,8 @@ class Steps:
                 shown = found.state
             if found.state == "ACTIVE":
                 return
+            if found == GONE:
+                raise TrainingError(f"{self.target.what} is gone: somebody has deleted it.")
             if not found.coming_or_there:
                 raise TrainingError(
                     refusals.message(f"{self.target.what} is {found.state}", found.error or "  (no reason given)")
@@ -108,11 +124,24 @@ class Steps:
 
     def nodes_ready(self) -> bool:
         """Whether all nodes run; a queued resource can be ACTIVE while a node is being taken away or repaired."""
+        return all(state == "READY" for state in self._node_states())
+
+    def taken_away(self) -> bool:
+        """Whether the slices, or one of them, were: a node is PREEMPTED before its queued resource is SUSPENDED."""
+        state = self.describe().state
+        if state != "ACTIVE":
+            return state in ("SUSPENDING", "SUSPENDED")
+        return any(state in _NODE_GONE for state in self._node_states())
+
+    def _node_states(self) -> Iterator[str]:
         for node in self.target.nodes:
             done = self.commands.run(self.target.describe_node(node), check=False, retries=2, retry_on=_PASSING)
-            if done.returncode != 0 or json.loads(done.stdout).get("state") != "READY":
-                return False
-        return True
+            if done.returncode == 0:
+                yield json.loads(done.stdout).get("state", "UNKNOWN")
+            elif re.search(leftovers.GONE, done.stderr):
+                yield "DELETING"
+            else:
+                raise _unanswered(f"{node} cannot be looked at", done)
 
     # --- the hosts ----------------------------------------------------------------------------------------------------
 
@@ -165,6 +194,11 @@ class Steps:
     def status(self) -> str:
         """A line for every host."""
         return self.on_all(remote.status(self.target.name), "looking")
+
+
+def _unanswered(begin: str, done: Completed) -> TrainingError:
+    kind = UnreachableError if re.search(_PASSING[0], done.stderr) else TrainingError
+    return kind(refusals.message(begin, done.said))
 
 
 def bundle_url(root: str, name: str) -> str:

@@ -1,0 +1,161 @@
+"""launch/gcloud_tpu.py where gcloud, the network or a person gets in the way; see test_launching_gcloud.py."""
+
+import re
+import subprocess
+from types import SimpleNamespace as Namespace
+
+import pytest
+from gcloud_support import Cloud, created, finished, killed_workers, scenario, there
+
+from perex_t5x.launching.accelerators import Slice
+from perex_t5x.launching.commands import Commands
+from perex_t5x.launching.gcloud import quota, resource, steps
+
+
+@pytest.fixture
+def cloud(tmp_path):
+    yield Cloud(tmp_path)
+    killed_workers(tmp_path)
+
+
+def test_deleted_by_hand_is_not_made_anew(cloud):
+    cloud.work(cloud.job("a", "time.sleep(60)"))
+    process = cloud.start()
+    cloud.wait_for(lambda: len(cloud.ran) == 2)
+    assert cloud.command("delete", "--name=run").status == 0
+    done = finished(process)
+    assert done.status == 130 and "was deleted, and not by this launch" in done.last
+    assert cloud.verbs.count("create") == 1 and cloud.resources == {}
+
+
+@pytest.mark.slow
+def test_a_node_is_preempted_before_its_resource_says_so(cloud):
+    scenario(cloud, states=["ACTIVE"], preempt_node_at_ssh=2)
+    cloud.work(cloud.job("a", ""))
+    done = cloud.launch()
+    assert done.status == 0, done.err
+    assert "taken away before the program ran" in done.err and cloud.verbs.count("create") == 2
+    assert sorted(cloud.ran) == ["a0", "a1"] and cloud.resources == {}
+
+
+def test_no_answer_is_not_taken_for_a_preemption(cloud):
+    scenario(cloud, states=["ACTIVE"], ssh_fails={"worker": 0, "numbers": [4]}, node_errors=4)
+    cloud.work(cloud.job("a", ""))
+    done = cloud.launch()
+    assert done.status == 0, done.err
+    assert "run cannot be looked at" in done.err and "has no way to the cloud" in done.err
+    assert cloud.verbs.count("create") == 1 and sorted(cloud.ran) == ["a0", "a1"]
+
+
+def test_the_answer_to_create_is_lost(cloud):
+    scenario(cloud, states=["ACTIVE"], answer_lost=True)
+    cloud.work(cloud.job("a", ""))
+    done = cloud.launch()
+    assert done.status == 0, done.err
+    assert sum("create" in argv for argv in cloud.commands) == 2 and sorted(cloud.ran) == ["a0", "a1"]
+    assert cloud.resources == {}
+
+
+def test_numbers_in_names_and_limits_are_no_passing_failures():
+    passing = re.compile(steps._PASSING[0])
+    assert not passing.search("NOT_FOUND: Resource 'projects/p-503/queuedResources/lr-500' was not found")
+    assert not passing.search("Quota limit exceeded. Limit: 500 in zone x")
+    assert passing.search("HTTPError 503: try again") and passing.search("502 Bad Gateway")
+
+
+@pytest.mark.parametrize("step", ["install", "start", "status", "wait"])
+def test_a_step_that_fails_alone_names_what_is_there(cloud, step):
+    there(cloud, states=["PROVISIONING", "FAILED"] if step == "wait" else ["ACTIVE"])
+    scenario(cloud, ssh_fails={"worker": 1}, failed="no more capacity")
+    done = cloud.command(step, "--name=run")
+    assert done.status == 1 and done.last.startswith("still there: queued resource run"), done.err
+    assert list(cloud.resources) == ["run"]
+
+
+def test_an_install_that_was_interrupted_is_mended(cloud):
+    there(cloud)
+    folder = cloud.folder / "hosts/run/0/perex/run"
+    (folder / "venv/bin").mkdir(parents=True)
+    (folder / "bundle.tar.gz").write_text("")
+    (folder / "venv/bin/python").write_text("#!/bin/sh\necho No module named pip >&2; exit 1\n")
+    (folder / "venv/bin/python").chmod(0o755)
+    scenario(cloud, workers=1)
+    done = cloud.command("install", "--name=run")
+    assert done.status == 0, done.err
+    assert "install" in (folder / "pip.txt").read_text() and (folder / "installed").exists()
+
+
+def test_shapes_of_later_chips_are_asked_for_with_alpha(cloud):
+    for name, topology, words in (("a", "v4:4x4x12", []), ("b", "v5p:4x4x12", ["alpha"])):
+        request = Namespace(slice=Slice.of(topology), work=Namespace(fingerprint="0"), spot=True, reservation=None)
+        argv = resource.Resource(name, "my-project", "us-west4-a").create(request, "0")
+        assert argv[1 : 1 + len(words)] == words and "--topology=4x4x12" in argv
+        done = subprocess.run(argv, env=cloud.environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "values,words",
+    [
+        ({"quota": 8}, "note: the quota TPUV5sLitepodPerProjectPerZoneForTPUAPI is 8 in us-west4-a, and 16 chips"),
+        ({"quota": 16}, ""),
+        ({"quota": -1}, ""),  # no limit
+        ({"quota": 8, "quota_zone": "us-west4-b"}, ""),
+        ({}, "cannot be looked at (ERROR: (gcloud.beta.quotas.info.describe) PERMISSION_DENIED"),
+    ],
+)
+def test_the_quota_is_looked_at_and_refuses_nothing(cloud, capsys, monkeypatch, values, words):
+    scenario(cloud, **values)
+    for name in ("PATH", "STANDIN_DIR"):
+        monkeypatch.setenv(name, cloud.environment[name])
+    request = Namespace(slice=Slice.of("v5e-16"), slices=1, spot=False, reservation=None, reserved=False)
+    request.project, request.zone = "my-project", "us-west4-a"
+    quota.look(request, Commands())
+    said = capsys.readouterr().err
+    assert (words in said) if words else said == ""
+    quota.look(Namespace(reservation=None, reserved=True), Commands())
+
+
+@pytest.mark.parametrize(
+    "flag,words", [("--labels=a=b", "is set by the launch itself"), ("network=n", "is no flag of gcloud's")]
+)
+def test_flags_for_create_do_not_undo_those_of_the_launch(cloud, flag, words):
+    done = cloud.command("list", f"--create_flag={flag}")
+    assert done.status == 2 and words in done.err
+
+
+def test_a_host_s_last_words_on_a_terminal_that_knows_ascii_alone(cloud):
+    there(cloud)
+    scenario(cloud, workers=1)
+    folder = cloud.folder / "hosts/run/0/perex/run"
+    folder.mkdir(parents=True)
+    (folder / "worker.log").write_bytes(b"\xff step \xe2\x82\xac")
+    cloud.environment["PYTHONIOENCODING"] = "ascii"
+    done = cloud.command("status", "--name=run")
+    assert done.status == 0 and "not started: \\ufffd step \\u20ac" in done.out
+
+
+def test_another_launch_began_during_the_checks(cloud):
+    scenario(cloud, appears_at_describe=2, appears=created())
+    cloud.work(cloud.job("a", ""))
+    done = cloud.launch(yes=False)
+    assert done.status == 2 and "nothing was created" in done.err  # no terminal
+    (cloud.folder / "state.json").unlink()
+    done = cloud.launch(keep=True)
+    assert done.status == 0 and "is there already: ACTIVE" in done.err, done.err
+    assert "create" not in cloud.verbs and sorted(cloud.ran) == ["a0", "a1"]
+
+
+def test_steps_alone_in_the_wrong_order(cloud):
+    there(cloud)
+    for step, before in (("install", "copy"), ("start", "copy")):
+        done = cloud.command(step, "--name=run")
+        assert done.status == 1 and f"this comes after: launch/gcloud_tpu.py {before}" in done.err
+    for worker in "01":
+        folder = cloud.folder / f"hosts/run/{worker}/perex/run"
+        folder.mkdir(parents=True)
+        (folder / "bundle.tar.gz").write_text("new")
+        (folder / "installed").write_text("of an older bundle")
+    done = cloud.command("start", "--name=run")
+    assert done.status == 1 and "this comes after: launch/gcloud_tpu.py install" in done.err
+    assert not list(cloud.folder.rglob("starter.pid"))
