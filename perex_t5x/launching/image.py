@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.DEFINE_bool("allow_uncommitted", False, "Take files along as they are, though they are not committed.")
     flags.DEFINE_list("with_package", [], "Further wheels or project folders to install, such as your own tasks.")
     flags.DEFINE_bool("dry_run", False, "Print the commands, and run none.")
-    program.run(_main, __doc__, argv)
+    program.run(_main, __doc__, argv, module=__name__)
 
 
 def _main(args: Any, words: list[str]) -> int:

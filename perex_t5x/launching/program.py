@@ -30,20 +30,25 @@ def run(
     from perex_t5x.experiments.command import rewritten
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    sys.modules["__main__"].__doc__ = usage
+    show_in_help(usage, module)
 
     def main(words: Sequence[str]) -> None:
         console.set_up(everything=flags.FLAGS.alsologtostderr)
         sys.exit(guarded(lambda: function(flags.FLAGS, list(words[1:]))))
 
-    for name in (module, *_SHOWN):  # by --help
-        for flag in flags.FLAGS.get_flags_for_module(name):
-            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     try:
         args = rewritten(gin_utils.rewrite_gin_args(sys.argv if argv is None else argv))
     except ConfigError as e:
         sys.exit(_failed(e, cli.EXIT_CONFIG))
     app.run(main, argv=args)
+
+
+def show_in_help(usage: str | None, module: str = "") -> None:
+    """Has --help print `usage`, and the flags that `module` and the launchers' common modules have defined so far."""
+    sys.modules["__main__"].__doc__ = usage
+    for name in (module, *_SHOWN):
+        for flag in flags.FLAGS.get_flags_for_module(name):
+            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
 
 
 def guarded(function: Callable[[], int | None]) -> int:

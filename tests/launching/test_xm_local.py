@@ -255,6 +255,16 @@ def test_scripts_can_be_run(name):
     assert os.access(ROOT / "launch" / name, os.X_OK)
 
 
+@pytest.mark.parametrize(
+    ("name", "flag"), [("gke.py", "--queue"), ("build_image.py", "--repository"), ("xm_launch.py", "--executor")]
+)
+def test_help_shows_a_launchers_own_flags(name, flag):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, str(ROOT / "launch" / name), "--help"]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True)
+    assert f"  {flag}: " in done.stdout
+
+
 def test_settings_fit_the_column():
     long = records.shortened({f"optax.adamw.b{i}": 0.9 for i in range(50)})
     assert len(long) <= 180 and long.endswith("...")

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Does not return."""
     request.define_flags()
     options.define_flags()
-    program.run(_main, __doc__, argv)
+    program.run(_main, __doc__, argv, module=options.__name__)
 
 
 def _main(args: Any, words: list[str]) -> int:
