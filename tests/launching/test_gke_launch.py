@@ -459,6 +459,9 @@ def test_manifest_is_what_launch_creates(cluster):
         (["launch", "--name=a", "--dir=/tmp/here"], "gs://"),
         (["launch", "--name=a", "--namespace=A B"], "--namespace"),
         (["launch", "--name=a", "--chips_per_host=3"], "--chips_per_host=3"),
+        (["launch", "--name=a", "--poll_seconds=-1"], "--poll_seconds=-1.0"),
+        (["follow", "--name=a", "--poll_seconds=nan"], "--poll_seconds=nan"),
+        (["launch", "--name=a", "--ttl_hours=inf"], "--ttl_hours=inf"),
         (["status", "--name=nothing-there"], "no launch nothing-there"),
     ],
 )

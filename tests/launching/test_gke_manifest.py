@@ -185,6 +185,9 @@ def test_kueue_gets_its_label_and_suspends_by_itself():
         ({"slices": 2, "hosts": 1, "topology": "2x4"}, "several hosts"),
         ({"spot": True, "reservation": "r"}, "exclude"),
         ({"max_restarts": -1}, "--max_restarts"),
+        ({"max_restarts": 2**31}, "--max_restarts"),
+        ({"ttl_seconds": 10**30}, "--ttl_hours"),
+        ({"namespace": "team.a"}, "--namespace"),
     ],
 )
 def test_slips_are_named(values, words):
