@@ -72,7 +72,8 @@ class Kubernetes:
     def left(self) -> list[str]:
         path = self.folder / "state.json"
         objects = json.loads(path.read_text())["objects"] if path.exists() else []
-        return [f"{o['kind']} {o['metadata']['name']}" for o in objects]
+        made = [o["metadata"] | {"kind": o["kind"]} for o in objects]
+        return [f"{o['kind']} {o['name']}".replace(o["labels"]["perex-launch"], "LAUNCH") for o in made]
 
     def wait_for(self, process: subprocess.Popen, text: str, times: int = 1) -> None:
         end = time.monotonic() + 60
@@ -182,7 +183,7 @@ def test_dry_run_prints_what_a_launch_does_and_does_nothing(cluster):
     assert sum("create" in line for line in printed) == 2
     (cluster.folder / "state.json").unlink()
     subprocess.run(["bash", "-euc", dry.stdout], env=cluster.environment(), check=True, capture_output=True)
-    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-files"]
+    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-LAUNCH"]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,9 @@ def test_a_failed_jobset_ends_with_the_status_of_its_program(cluster, code, stat
     assert "stop --name=sqrt" in last_line(done)
 
 
-@pytest.mark.parametrize("what", ["JobSet sqrt-0", "ConfigMap sqrt-0-files", "JobSet sqrt-1", "ConfigMap sqrt-1-files"])
+@pytest.mark.parametrize(
+    "what", ["JobSet sqrt-0", "ConfigMap sqrt-0-LAUNCH", "JobSet sqrt-1", "ConfigMap sqrt-1-LAUNCH"]
+)
 def test_whatever_fails_half_way_nothing_is_left(cluster, what):
     cluster.scenario(refuse={what: "Error from server (InternalError): an error on the server"})
     done = cluster.run("--name=sqrt", "--jobsets=2", RUNS="2")
@@ -238,7 +241,7 @@ def test_whatever_fails_half_way_nothing_is_left(cluster, what):
 
 
 def test_what_cannot_be_deleted_is_named_in_the_last_line(cluster):
-    cluster.scenario(refuse={"ConfigMap sqrt-files": "Error from server: no"}, delete_fails=True)
+    cluster.scenario(refuse={"ConfigMap sqrt-LAUNCH": "Error from server: no"}, delete_fails=True)
     done = cluster.run("--name=sqrt")
     assert done.returncode == 1
     assert cluster.left() == ["JobSet sqrt"]
@@ -267,7 +270,7 @@ def test_ctrl_c_while_following_leaves_the_run_and_says_how_to_stop_it(cluster, 
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-files"]
+    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-LAUNCH"]
     assert "goes on" in err and "./launch/gke.py follow --name=sqrt" in err
     words = re.search(r"to stop and delete it: ./launch/gke.py (.*)", err.strip().splitlines()[-1])[1].split()
     assert cluster.run(*words).returncode == 0
@@ -327,7 +330,7 @@ def test_two_launches_at_once_make_one(cluster):
     for process in both:
         _, err = process.communicate(timeout=60)
         ends.append((process.returncode, err))
-    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-files"]
+    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-LAUNCH"]
     # The later one is refused, or, if the first had finished by then, takes its place.
     assert sorted(code for code, _ in ends) in ([0, 0], [0, 2]), ends
 
@@ -355,14 +358,34 @@ def test_a_name_of_another_run_is_refused(cluster):
 def test_a_finished_one_of_the_same_run_makes_room(cluster):
     cluster.scenario(timeline=["failed"], exit_code=2)
     assert cluster.run("--name=sqrt").returncode == 2
-    cluster.scenario()
+    cluster.scenario(late_garbage=True)  # what a JobSet owns goes some time after it
     state = json.loads((cluster.folder / "state.json").read_text())
     state["objects"][0]["timeline"] = ["failed"]
     (cluster.folder / "state.json").write_text(json.dumps(state))
     done = cluster.run("--name=sqrt")
     assert done.returncode == 0, done.stderr
     assert "deleting the finished JobSet sqrt" in done.stderr
-    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-files"]
+    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-LAUNCH"]
+
+
+def test_files_that_a_former_launch_left_are_not_those_of_the_next(cluster):
+    assert cluster.run("--name=sqrt").returncode == 0
+    cluster.scenario(late_garbage=True)
+    state = json.loads((cluster.folder / "state.json").read_text())
+    state["objects"] = [
+        o for o in state["objects"] if o["kind"] == "ConfigMap"
+    ]  # as of a manifest, after its time to live
+    (cluster.folder / "state.json").write_text(json.dumps(state))
+    done = cluster.run("--name=sqrt", RUNS="2")
+    assert done.returncode == 0, done.stderr
+    jobset, config_map = cluster.created()[-2:]
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["volumes"][0]["configMap"]["name"] == config_map["metadata"]["name"]
+    (cluster.folder / "bin" / "gcloud").write_text("#!/bin/sh\n")
+    (cluster.folder / "bin" / "gcloud").chmod(0o755)
+    assert cluster.run("collect", "--name=sqrt", "--out=here").returncode == 0
+    jobs = json.loads((cluster.folder / "here/.launch/sqrt/jobs.json").read_text())["jobs"]
+    assert [job["name"] for job in jobs] == ["run0", "run1"]
 
 
 @pytest.mark.parametrize(

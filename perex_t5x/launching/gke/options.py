@@ -67,7 +67,7 @@ class Planned:
 
     def config_map(self, owner: str | None = None) -> dict[str, Any]:
         shape = self.shape
-        return files.config_map(shape.name, shape.namespace, manifest.labels(shape), self.files, owner)
+        return files.config_map(shape.name, shape.launch, shape.namespace, manifest.labels(shape), self.files, owner)
 
 
 def planned(request: Request, args: Any) -> list[Planned]:

@@ -99,7 +99,9 @@ class Shape:
             ("ttl_hours", self.ttl_seconds, 0),
         ):
             if not least <= number <= MOST:
-                slips.append(f"--{flag} is {number}; from {least} to {MOST}{' seconds' if flag == 'ttl_hours' else ''}.")
+                slips.append(
+                    f"--{flag} is {number}; from {least} to {MOST}{' seconds' if flag == 'ttl_hours' else ''}."
+                )
         if self.slices > 1 and self.hosts == 1:
             slips.append(
                 f"--slices={self.slices} with {self.topology}, a slice of one host: GKE joins only slices of several "
