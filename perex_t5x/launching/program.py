@@ -11,6 +11,8 @@ from absl import app, flags
 
 from perex_t5x import cli, console, gin_utils
 from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.launching.commands import Commands
+from perex_t5x.launching.leftovers import Leftovers
 
 _SHOWN = ("perex_t5x.launching.request", "perex_t5x.experiments.command", "perex_t5x.cli")
 
@@ -54,7 +56,10 @@ def show_in_help(usage: str | None, module: str = "") -> None:
 def guarded(function: Callable[[], int | None]) -> int:
     """The status that `function` returns, or that of its error, which is printed as its message alone."""
     try:
-        return function() or 0
+        with Leftovers(
+            Commands()
+        ):  # nothing to delete: SIGTERM as Ctrl-C, so that the checks' own processes end with it
+            return function() or 0
     except ConfigError as e:
         return _failed(e, cli.EXIT_CONFIG)
     except TrainingError as e:

@@ -277,6 +277,20 @@ def test_ctrl_c_while_following_leaves_the_run_and_says_how_to_stop_it(cluster, 
     assert cluster.left() == []
 
 
+def test_nohup_goes_on_following(cluster):
+    cluster.scenario(timeline=["running"])
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup has it; the process inherits it
+    try:
+        process = cluster.start("--name=sqrt")
+    finally:
+        signal.signal(signal.SIGHUP, former)
+    cluster.wait_for(process, "logs")
+    process.send_signal(signal.SIGHUP)
+    cluster.scenario(timeline=["completed"])
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "sqrt is finished" in err, err
+
+
 def test_launching_again_finds_the_running_one(cluster):
     cluster.scenario(timeline=["running"])
     first = cluster.start("--name=sqrt")
