@@ -19,7 +19,7 @@ from tests.launching.schemas.rules import problems
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FLAGS = ["--topology=v5e:16x16", "--image=registry/perex:1", "--poll_seconds=0.05"]
-READY = {"named": ["perex", "high"], "queues": ["multislice-queue"]}
+READY = {"named": ["perex", "high"], "queues": ["multislice-queue"], "quota": {"google.com/tpu": 256}}
 
 
 class Kubernetes:
@@ -101,10 +101,11 @@ def test_from_the_checks_to_the_end(cluster):
     ]
     selector = "cloud.google.com/gke-tpu-accelerator=tpu-v5-lite-podslice,cloud.google.com/gke-tpu-topology=16x16"
     run = cluster.created()[0]["metadata"]["labels"]["perex-run"]
-    assert record[:11] == [
+    assert record[:12] == [
         "config current-context",
         "get crd jobsets.jobset.x-k8s.io",
         "get localqueues.kueue.x-k8s.io",
+        "get clusterqueues.kueue.x-k8s.io",
         "get serviceaccount perex --output=name",
         "get priorityclass high --output=name",
         f"get nodes --selector={selector}",
@@ -193,6 +194,11 @@ def test_dry_run_prints_what_a_launch_does_and_does_nothing(cluster):
         ({"crd": "none"}, "kubectl apply --server-side"),
         ({"crd": "old"}, "older than v0.6"),
         ({"queues": ["other"]}, "no such LocalQueue in the namespace default; it has other"),
+        (
+            {"quota": {"google.com/tpu": "128"}},
+            "a quota of 128 chips of one kind, 256 are asked for: it would be queued",
+        ),
+        ({"quota": {"nvidia.com/gpu": 8}}, "no quota of google.com/tpu"),
         ({"named": []}, "--service_account=perex: there is no such serviceaccount"),
         (
             {"nodes": [{"metadata": {"labels": {}}, "status": {"allocatable": {"google.com/tpu": "8"}}}]},
@@ -213,6 +219,27 @@ def test_what_may_come_by_itself_is_a_note(cluster):
     done = cluster.run("--name=sqrt")
     assert done.returncode == 0
     assert "note: the cluster has no node with" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("scenario", "words"),
+    [
+        ({"quota": {"google.com/tpu": 8}, "cohort": {"cohort": "lab"}}, "it has to borrow from its cohort"),
+        ({"quota_forbidden": True}, "could not be looked at"),
+    ],
+)
+def test_a_quota_that_may_do_is_a_note(cluster, scenario, words):
+    cluster.scenario(**scenario)
+    done = cluster.run("--name=sqrt", "--queue=multislice-queue")
+    assert done.returncode == 0 and words in done.stderr
+
+
+def test_a_namespace_that_is_not_there(cluster):
+    cluster.scenario(named=["team-a"])
+    done = cluster.run("--name=sqrt", "--namespace=team-b")
+    assert done.returncode == 2 and "--namespace=team-b: there is no such namespace." in done.stderr
+    assert cluster.created() == []
+    assert cluster.run("--name=sqrt", "--namespace=team-a").returncode == 0
 
 
 def test_all_slips_of_the_cluster_at_once(cluster):
