@@ -23,7 +23,7 @@ def launch(args: Any) -> int:
         kind_of(args.topology, args)
     work = jobs.make(args)
     kind = kind_of(args.topology or work.topology, args)
-    name = names.check_name(args.name or work.name)
+    name = names.check_name(args.name or names.suggestion(work.name) or work.name)
     _check_work(args, work)
     modules = experiment.modules()
     commands = Commands(args.dry_run)
