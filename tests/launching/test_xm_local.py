@@ -158,6 +158,17 @@ def test_every_end_has_its_result(tmp_path, experiment):
     assert not (tmp_path / "touched").exists(), "a shell has read an argument"
 
 
+def test_records_that_fail_in_the_middle_are_told(tmp_path, experiment):
+    with experiment:
+        plan(seeds=[0]).run(str(tmp_path / "sweep"), child=experiment.child)
+        with sqlite3.connect(tmp_path / ".xmanager" / "experiments.sqlite3") as database:
+            database.execute(
+                "CREATE TRIGGER full BEFORE INSERT ON work_unit BEGIN SELECT RAISE(FAIL, 'disk is full'); END"
+            )
+        with pytest.raises(TrainingError, match=r"(?s)could not start s3: .*disk is full.*same command goes on"):
+            plan(seeds=[0, 3]).run(str(tmp_path / "sweep"), child=experiment.child)
+
+
 def test_finished_runs_make_no_experiment(tmp_path, experiment):
     folder = str(tmp_path / "sweep")
     plan(seeds=[0]).run(folder)
