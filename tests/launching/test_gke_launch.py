@@ -38,6 +38,9 @@ class Kubernetes:
         path = f"{self.folder / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin"
         return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "STANDIN": str(self.folder)} | {
             "PEREX_T5X_RETRY_SECONDS": "0.01",
+            # A gcloud or kubectl of this machine knows no project and no cluster here.
+            "CLOUDSDK_CONFIG": str(self.folder / "gcloud-config"),
+            "KUBECONFIG": str(self.folder / "kubeconfig"),
             **more,
         }
 
