@@ -217,6 +217,19 @@ def test_a_cluster_that_is_not_ready(cluster, scenario, words):
     assert cluster.created() == []
 
 
+def test_a_cluster_that_cannot_be_reached(cluster):
+    cluster.scenario(unreachable=True)
+    done = cluster.run("--name=sqrt", "--queue=multislice-queue", "--service_account=perex")
+    assert done.returncode == 2
+    error = done.stderr.rpartition("ERROR: ")[2]
+    assert error.startswith("kubectl cannot reach the cluster gke_") and "i/o timeout" in error
+    assert "memcache.go" not in error  # kubectl's own log
+    assert cluster.record() == [
+        "config current-context",
+        *["get crd jobsets.jobset.x-k8s.io"] * 4,
+    ]  # not asked for more
+
+
 def test_what_may_come_by_itself_is_a_note(cluster):
     cluster.scenario(crd="forbidden", nodes=[])
     done = cluster.run("--name=sqrt")

@@ -53,7 +53,8 @@ def _jobset_slips(cluster: Cluster) -> list[str]:
     if said(done, r"\(Forbidden\)"):
         _warn("you may not see whether JobSet is installed on the cluster; it is taken to be.")
         return []
-    return [f"kubectl cannot reach it:\n{done.said}"]
+    # At once: each further question would be retried, and end in the same words.
+    raise ConfigError(f"kubectl cannot reach the cluster {cluster.context}:\n{done.said}")
 
 
 def _has_rules(crd: dict[str, Any]) -> bool:
