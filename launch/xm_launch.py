@@ -3,6 +3,8 @@
 
 xmanager launch launch/xm_launch.py -- --sweep=sweeps/learning_rate.gin --executor=local --parallel=2
 xmanager launch launch/xm_launch.py -- --gin_file=runs/quickstart.gin --gin.MODEL_DIR=runs/one
+
+With --executor=vertex also --image, with --executor=gke all flags of launch/gke.py.
 """
 
 import sys
@@ -15,7 +17,7 @@ except ImportError:
 
 from perex_t5x.launching.xm import command
 
-command.define_flags(sys.argv)
+command.define_flags(sys.argv, __doc__)
 main = command.main  # XManager calls it once it has read the flags
 
 if __name__ == "__main__":

@@ -39,12 +39,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.DEFINE_bool("allow_uncommitted", False, "Take files along as they are, though they are not committed.")
     flags.DEFINE_list("with_package", [], "Further wheels or project folders to install, such as your own tasks.")
     flags.DEFINE_bool("dry_run", False, "Print the commands, and run none.")
-    program.run(_main, __doc__, argv)
+    program.run(_main, __doc__, argv, module=__name__)
 
 
 def _main(args: Any, words: list[str]) -> int:
     if words:
         raise ConfigError(f"{words[0]!r} is not a flag.")
+    if args.cloud_build and not args.push:
+        raise ConfigError("--cloud_build and --nopush exclude each other: Cloud Build keeps no image, it pushes it.")
     if args.project:
         names.check_project(args.project)
     repository = check_repository(args.repository)
@@ -52,8 +54,10 @@ def _main(args: Any, words: list[str]) -> int:
     files = package.checkout(args.allow_uncommitted)
     commands = Commands(args.dry_run)
     target = package.folder(f"image-{files.commit}")
-    built = context(target, files, commands, args.with_package, args.allow_uncommitted)
-    image = build(built, f"{repository}:{files.commit}", files, commands, args.push, args.cloud_build, args.project)
+    name = f"{repository}:{files.commit}"
+    with package.alone(target, args.dry_run):
+        built = context(target, files, commands, args.with_package, args.allow_uncommitted)
+        image = build(built, name, files, commands, args.push, args.cloud_build, args.project)
     if not args.dry_run:
         print(image)
     return 0

@@ -71,7 +71,8 @@ class Leftovers:
 
     def __enter__(self) -> Leftovers:
         if threading.current_thread() is threading.main_thread():
-            self._former = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
+            heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's is not
+            self._former = {number: signal.signal(number, _interrupt) for number in heard}
         return self
 
     def __exit__(

@@ -11,6 +11,8 @@ from absl import app, flags
 
 from perex_t5x import cli, console, gin_utils
 from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.launching.commands import Commands
+from perex_t5x.launching.leftovers import Leftovers
 
 _SHOWN = ("perex_t5x.launching.request", "perex_t5x.experiments.command", "perex_t5x.cli")
 
@@ -30,7 +32,7 @@ def run(
     from perex_t5x.experiments.command import rewritten
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    sys.modules["__main__"].__doc__ = usage
+    show_in_help(usage, module)
 
     def main(words: Sequence[str]) -> None:
         if hasattr(sys.stdout, "reconfigure"):  # logs of hosts hold any bytes, and terminals may know ASCII alone
@@ -38,9 +40,6 @@ def run(
         console.set_up(everything=flags.FLAGS.alsologtostderr)
         sys.exit(guarded(lambda: function(flags.FLAGS, list(words[1:]))))
 
-    for name in (module, *_SHOWN):  # by --help
-        for flag in flags.FLAGS.get_flags_for_module(name):
-            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     try:
         args = rewritten(gin_utils.rewrite_gin_args(sys.argv if argv is None else argv))
     except ConfigError as e:
@@ -48,10 +47,21 @@ def run(
     app.run(main, argv=args)
 
 
+def show_in_help(usage: str | None, module: str = "") -> None:
+    """Has --help print `usage`, and the flags that `module` and the launchers' common modules have defined so far."""
+    sys.modules["__main__"].__doc__ = usage
+    for name in (module, *_SHOWN):
+        for flag in flags.FLAGS.get_flags_for_module(name):
+            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+
+
 def guarded(function: Callable[[], int | None]) -> int:
     """The status that `function` returns, or that of its error, which is printed as its message alone."""
     try:
-        return function() or 0
+        with Leftovers(
+            Commands()
+        ):  # nothing to delete: SIGTERM as Ctrl-C, so that the checks' own processes end with it
+            return function() or 0
     except ConfigError as e:
         return _failed(e, cli.EXIT_CONFIG)
     except TrainingError as e:

@@ -19,7 +19,7 @@ from tests.launching.schemas.rules import problems
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FLAGS = ["--topology=v5e:16x16", "--image=registry/perex:1", "--poll_seconds=0.05"]
-READY = {"named": ["perex", "high"], "queues": ["multislice-queue"]}
+READY = {"named": ["perex", "high"], "queues": ["multislice-queue"], "quota": {"google.com/tpu": 256}}
 
 
 class Kubernetes:
@@ -38,6 +38,9 @@ class Kubernetes:
         path = f"{self.folder / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin"
         return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "STANDIN": str(self.folder)} | {
             "PEREX_T5X_RETRY_SECONDS": "0.01",
+            # A gcloud or kubectl of this machine knows no project and no cluster here.
+            "CLOUDSDK_CONFIG": str(self.folder / "gcloud-config"),
+            "KUBECONFIG": str(self.folder / "kubeconfig"),
             **more,
         }
 
@@ -72,7 +75,8 @@ class Kubernetes:
     def left(self) -> list[str]:
         path = self.folder / "state.json"
         objects = json.loads(path.read_text())["objects"] if path.exists() else []
-        return [f"{o['kind']} {o['metadata']['name']}" for o in objects]
+        made = [o["metadata"] | {"kind": o["kind"]} for o in objects]
+        return [f"{o['kind']} {o['name']}".replace(o["labels"]["perex-launch"], "LAUNCH") for o in made]
 
     def wait_for(self, process: subprocess.Popen, text: str, times: int = 1) -> None:
         end = time.monotonic() + 60
@@ -100,10 +104,11 @@ def test_from_the_checks_to_the_end(cluster):
     ]
     selector = "cloud.google.com/gke-tpu-accelerator=tpu-v5-lite-podslice,cloud.google.com/gke-tpu-topology=16x16"
     run = cluster.created()[0]["metadata"]["labels"]["perex-run"]
-    assert record[:11] == [
+    assert record[:12] == [
         "config current-context",
         "get crd jobsets.jobset.x-k8s.io",
         "get localqueues.kueue.x-k8s.io",
+        "get clusterqueues.kueue.x-k8s.io",
         "get serviceaccount perex --output=name",
         "get priorityclass high --output=name",
         f"get nodes --selector={selector}",
@@ -182,7 +187,7 @@ def test_dry_run_prints_what_a_launch_does_and_does_nothing(cluster):
     assert sum("create" in line for line in printed) == 2
     (cluster.folder / "state.json").unlink()
     subprocess.run(["bash", "-euc", dry.stdout], env=cluster.environment(), check=True, capture_output=True)
-    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-files"]
+    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-LAUNCH"]
 
 
 @pytest.mark.parametrize(
@@ -192,6 +197,11 @@ def test_dry_run_prints_what_a_launch_does_and_does_nothing(cluster):
         ({"crd": "none"}, "kubectl apply --server-side"),
         ({"crd": "old"}, "older than v0.6"),
         ({"queues": ["other"]}, "no such LocalQueue in the namespace default; it has other"),
+        (
+            {"quota": {"google.com/tpu": "128"}},
+            "a quota of 128 chips of one kind, 256 are asked for: it would be queued",
+        ),
+        ({"quota": {"nvidia.com/gpu": 8}}, "no quota of google.com/tpu"),
         ({"named": []}, "--service_account=perex: there is no such serviceaccount"),
         (
             {"nodes": [{"metadata": {"labels": {}}, "status": {"allocatable": {"google.com/tpu": "8"}}}]},
@@ -207,11 +217,45 @@ def test_a_cluster_that_is_not_ready(cluster, scenario, words):
     assert cluster.created() == []
 
 
+def test_a_cluster_that_cannot_be_reached(cluster):
+    cluster.scenario(unreachable=True)
+    done = cluster.run("--name=sqrt", "--queue=multislice-queue", "--service_account=perex")
+    assert done.returncode == 2
+    error = done.stderr.rpartition("ERROR: ")[2]
+    assert error.startswith("kubectl cannot reach the cluster gke_") and "i/o timeout" in error
+    assert "memcache.go" not in error  # kubectl's own log
+    assert cluster.record() == [
+        "config current-context",
+        *["get crd jobsets.jobset.x-k8s.io"] * 4,
+    ]  # not asked for more
+
+
 def test_what_may_come_by_itself_is_a_note(cluster):
     cluster.scenario(crd="forbidden", nodes=[])
     done = cluster.run("--name=sqrt")
     assert done.returncode == 0
     assert "note: the cluster has no node with" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("scenario", "words"),
+    [
+        ({"quota": {"google.com/tpu": 8}, "cohort": {"cohort": "lab"}}, "it has to borrow from its cohort"),
+        ({"quota_forbidden": True}, "could not be looked at"),
+    ],
+)
+def test_a_quota_that_may_do_is_a_note(cluster, scenario, words):
+    cluster.scenario(**scenario)
+    done = cluster.run("--name=sqrt", "--queue=multislice-queue")
+    assert done.returncode == 0 and words in done.stderr
+
+
+def test_a_namespace_that_is_not_there(cluster):
+    cluster.scenario(named=["team-a"])
+    done = cluster.run("--name=sqrt", "--namespace=team-b")
+    assert done.returncode == 2 and "--namespace=team-b: there is no such namespace." in done.stderr
+    assert cluster.created() == []
+    assert cluster.run("--name=sqrt", "--namespace=team-a").returncode == 0
 
 
 def test_all_slips_of_the_cluster_at_once(cluster):
@@ -228,7 +272,9 @@ def test_a_failed_jobset_ends_with_the_status_of_its_program(cluster, code, stat
     assert "stop --name=sqrt" in last_line(done)
 
 
-@pytest.mark.parametrize("what", ["JobSet sqrt-0", "ConfigMap sqrt-0-files", "JobSet sqrt-1", "ConfigMap sqrt-1-files"])
+@pytest.mark.parametrize(
+    "what", ["JobSet sqrt-0", "ConfigMap sqrt-0-LAUNCH", "JobSet sqrt-1", "ConfigMap sqrt-1-LAUNCH"]
+)
 def test_whatever_fails_half_way_nothing_is_left(cluster, what):
     cluster.scenario(refuse={what: "Error from server (InternalError): an error on the server"})
     done = cluster.run("--name=sqrt", "--jobsets=2", RUNS="2")
@@ -238,7 +284,7 @@ def test_whatever_fails_half_way_nothing_is_left(cluster, what):
 
 
 def test_what_cannot_be_deleted_is_named_in_the_last_line(cluster):
-    cluster.scenario(refuse={"ConfigMap sqrt-files": "Error from server: no"}, delete_fails=True)
+    cluster.scenario(refuse={"ConfigMap sqrt-LAUNCH": "Error from server: no"}, delete_fails=True)
     done = cluster.run("--name=sqrt")
     assert done.returncode == 1
     assert cluster.left() == ["JobSet sqrt"]
@@ -267,11 +313,25 @@ def test_ctrl_c_while_following_leaves_the_run_and_says_how_to_stop_it(cluster, 
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-files"]
+    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-LAUNCH"]
     assert "goes on" in err and "./launch/gke.py follow --name=sqrt" in err
     words = re.search(r"to stop and delete it: ./launch/gke.py (.*)", err.strip().splitlines()[-1])[1].split()
     assert cluster.run(*words).returncode == 0
     assert cluster.left() == []
+
+
+def test_nohup_goes_on_following(cluster):
+    cluster.scenario(timeline=["running"])
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup has it; the process inherits it
+    try:
+        process = cluster.start("--name=sqrt")
+    finally:
+        signal.signal(signal.SIGHUP, former)
+    cluster.wait_for(process, "logs")
+    process.send_signal(signal.SIGHUP)
+    cluster.scenario(timeline=["completed"])
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "sqrt is finished" in err, err
 
 
 def test_launching_again_finds_the_running_one(cluster):
@@ -327,7 +387,7 @@ def test_two_launches_at_once_make_one(cluster):
     for process in both:
         _, err = process.communicate(timeout=60)
         ends.append((process.returncode, err))
-    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-files"]
+    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-LAUNCH"]
     # The later one is refused, or, if the first had finished by then, takes its place.
     assert sorted(code for code, _ in ends) in ([0, 0], [0, 2]), ends
 
@@ -355,14 +415,34 @@ def test_a_name_of_another_run_is_refused(cluster):
 def test_a_finished_one_of_the_same_run_makes_room(cluster):
     cluster.scenario(timeline=["failed"], exit_code=2)
     assert cluster.run("--name=sqrt").returncode == 2
-    cluster.scenario()
+    cluster.scenario(late_garbage=True)  # what a JobSet owns goes some time after it
     state = json.loads((cluster.folder / "state.json").read_text())
     state["objects"][0]["timeline"] = ["failed"]
     (cluster.folder / "state.json").write_text(json.dumps(state))
     done = cluster.run("--name=sqrt")
     assert done.returncode == 0, done.stderr
     assert "deleting the finished JobSet sqrt" in done.stderr
-    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-files"]
+    assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-LAUNCH"]
+
+
+def test_files_that_a_former_launch_left_are_not_those_of_the_next(cluster):
+    assert cluster.run("--name=sqrt").returncode == 0
+    cluster.scenario(late_garbage=True)
+    state = json.loads((cluster.folder / "state.json").read_text())
+    state["objects"] = [
+        o for o in state["objects"] if o["kind"] == "ConfigMap"
+    ]  # as of a manifest, after its time to live
+    (cluster.folder / "state.json").write_text(json.dumps(state))
+    done = cluster.run("--name=sqrt", RUNS="2")
+    assert done.returncode == 0, done.stderr
+    jobset, config_map = cluster.created()[-2:]
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["volumes"][0]["configMap"]["name"] == config_map["metadata"]["name"]
+    (cluster.folder / "bin" / "gcloud").write_text("#!/bin/sh\n")
+    (cluster.folder / "bin" / "gcloud").chmod(0o755)
+    assert cluster.run("collect", "--name=sqrt", "--out=here").returncode == 0
+    jobs = json.loads((cluster.folder / "here/.launch/sqrt/jobs.json").read_text())["jobs"]
+    assert [job["name"] for job in jobs] == ["run0", "run1"]
 
 
 @pytest.mark.parametrize(
@@ -459,6 +539,9 @@ def test_manifest_is_what_launch_creates(cluster):
         (["launch", "--name=a", "--dir=/tmp/here"], "gs://"),
         (["launch", "--name=a", "--namespace=A B"], "--namespace"),
         (["launch", "--name=a", "--chips_per_host=3"], "--chips_per_host=3"),
+        (["launch", "--name=a", "--poll_seconds=-1"], "--poll_seconds=-1.0"),
+        (["follow", "--name=a", "--poll_seconds=nan"], "--poll_seconds=nan"),
+        (["launch", "--name=a", "--ttl_hours=inf"], "--ttl_hours=inf"),
         (["status", "--name=nothing-there"], "no launch nothing-there"),
     ],
 )

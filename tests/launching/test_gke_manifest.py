@@ -51,6 +51,11 @@ def made(shape: Shape) -> dict:
     return manifest.jobset(shape, COMMAND, PATHS)
 
 
+def made_map(shape: Shape, owner: str | None = None) -> dict:
+    labels, texts = manifest.labels(shape), dict.fromkeys(PATHS, "x")
+    return files.config_map(shape.name, shape.launch, shape.namespace, labels, texts, owner)
+
+
 def pod_of(jobset: dict) -> dict:
     return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
 
@@ -58,9 +63,15 @@ def pod_of(jobset: dict) -> dict:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_cluster_accepts_it(shape):
     assert problems(made(shape)) == []
-    labels = manifest.labels(shape)
     for owner in (None, "0d1e"):
-        assert problems(files.config_map(shape.name, shape.namespace, labels, dict.fromkeys(PATHS, "x"), owner)) == []
+        assert problems(made_map(shape, owner)) == []
+
+
+def test_a_launch_mounts_its_own_files_alone():
+    ours, theirs = V5E_256, changed(launch="0badcafe")
+    for shape in (ours, theirs):
+        assert pod_of(made(shape))["volumes"][0]["configMap"]["name"] == made_map(shape)["metadata"]["name"]
+    assert made_map(ours)["metadata"]["name"] != made_map(theirs)["metadata"]["name"]
 
 
 def _job(jobset: dict) -> dict:
@@ -185,6 +196,9 @@ def test_kueue_gets_its_label_and_suspends_by_itself():
         ({"slices": 2, "hosts": 1, "topology": "2x4"}, "several hosts"),
         ({"spot": True, "reservation": "r"}, "exclude"),
         ({"max_restarts": -1}, "--max_restarts"),
+        ({"max_restarts": 2**31}, "--max_restarts"),
+        ({"ttl_seconds": 10**30}, "--ttl_hours"),
+        ({"namespace": "team.a"}, "--namespace"),
     ],
 )
 def test_slips_are_named(values, words):
@@ -200,7 +214,7 @@ def test_all_slips_at_once():
 
 def test_files_arrive_where_they_belong():
     given = {"jobs.json": json.dumps([{"argv": ["--gin.X='$(touch /tmp/x)'"]}]), "gin/runs/mine.gin": "A = 1\n"}
-    config_map = files.config_map("sqrt-lr", "default", {}, given, "uid")
+    config_map = files.config_map("sqrt-lr", "00c0ffee", "default", {}, given, "uid")
     assert problems(config_map) == []
     mounted = {item["path"]: config_map["data"][item["key"]] for item in files.mounted_items(list(given))}
     assert mounted == given
@@ -209,13 +223,13 @@ def test_files_arrive_where_they_belong():
 
 def test_too_many_files_are_refused_with_what_to_do():
     with pytest.raises(ConfigError, match=r"large\.gin.*--jobsets"):
-        files.config_map("a", "default", {}, {"large.gin": "#" * (1 << 20), "jobs.json": "[]"})
+        files.config_map("a", "1", "default", {}, {"large.gin": "#" * (1 << 20), "jobs.json": "[]"})
     with pytest.raises(ConfigError, match="cannot travel"):
-        files.config_map("a", "default", {}, {"../secret.gin": ""})
+        files.config_map("a", "1", "default", {}, {"../secret.gin": ""})
 
 
 def test_yaml_reads_back_as_it_was_meant():
-    objects = [made(SHAPES["all"]), files.config_map("a", "b", {}, {"x": "a: 'b'\n# $(c)\n", "y": "1e5"})]
+    objects = [made(SHAPES["all"]), files.config_map("a", "1", "b", {}, {"x": "a: 'b'\n# $(c)\n", "y": "1e5"})]
     written = text.as_yaml(objects)
     assert list(yaml.safe_load_all(written)) == objects
     assert 'perex-run: "1234e567"' in written  # plainly written, Kubernetes would read a float

@@ -1,5 +1,6 @@
 """The image: what its Dockerfile names is in the folder it is built from, and that holds committed files alone."""
 
+import fcntl
 import fnmatch
 import json
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -168,6 +170,35 @@ def test_a_push_that_is_denied_is_explained(tmp_path, monkeypatch):
     files = package.Checkout(str(tmp_path), "0123456789ab")
     with pytest.raises(ConfigError, match="gcloud auth configure-docker europe-docker.pkg.dev"):
         image.build("a", "europe-docker.pkg.dev/p/r/n:0123456789ab", files, Commands())
+
+
+def command(**given):
+    """launch/build_image.py with these flags."""
+    flags = {"project": None, "repository": "host/p/r/n", "with_package": [], "allow_uncommitted": True, "push": True}
+    return image._main(SimpleNamespace(**flags | {"cloud_build": False, "dry_run": False} | given), [])
+
+
+def test_cloud_build_cannot_but_push():
+    with pytest.raises(ConfigError, match="--cloud_build and --nopush"):
+        command(cloud_build=True, push=False)
+
+
+def test_two_builds_of_one_commit_take_turns(tmp_path, monkeypatch):
+    """The second would empty the folder that Docker is reading for the first."""
+    held = []
+
+    def busy(*_):
+        with open(Path(package.folder(f"image-{package.checkout(True).commit}"), "lock"), "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held.append(True)
+        return "host/p/r/n:1"
+
+    monkeypatch.setenv("PEREX_T5X_LAUNCH_DIR", str(tmp_path))
+    monkeypatch.setattr(image, "context", busy)
+    monkeypatch.setattr(image, "build", busy)
+    assert command() == 0 and held == [True, True]
 
 
 @pytest.mark.parametrize("name", ["Host/a", "host/a:tag", "host/a b", "host", "host/$(x)"])

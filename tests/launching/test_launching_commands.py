@@ -111,3 +111,25 @@ def test_what_is_not_there_counts_as_deleted():
         leftovers.add("resource a", gone)
         raise TrainingError("x")
     assert not hasattr(e.value, "__notes__")
+
+
+def test_sigterm_during_a_check_ends_its_process(tmp_path, capsys):
+    pid = tmp_path / "pid"
+    check = (
+        f"import os, signal, time; open({str(pid)!r}, 'w').write(str(os.getpid())); "
+        "os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    )
+    assert program.guarded(lambda: Commands().run(python(check))) == 130
+    assert "stopped by SIGTERM" in capsys.readouterr().err
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_what_nohup_ignores_stays_ignored():
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Leftovers(Commands()):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, former)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -158,6 +159,17 @@ def test_every_end_has_its_result(tmp_path, experiment):
     assert not (tmp_path / "touched").exists(), "a shell has read an argument"
 
 
+def test_records_that_fail_in_the_middle_are_told(tmp_path, experiment):
+    with experiment:
+        plan(seeds=[0]).run(str(tmp_path / "sweep"), child=experiment.child)
+        with sqlite3.connect(tmp_path / ".xmanager" / "experiments.sqlite3") as database:
+            database.execute(
+                "CREATE TRIGGER full BEFORE INSERT ON work_unit BEGIN SELECT RAISE(FAIL, 'disk is full'); END"
+            )
+        with pytest.raises(TrainingError, match=r"(?s)could not start s3: .*disk is full.*same command goes on"):
+            plan(seeds=[0, 3]).run(str(tmp_path / "sweep"), child=experiment.child)
+
+
 def test_finished_runs_make_no_experiment(tmp_path, experiment):
     folder = str(tmp_path / "sweep")
     plan(seeds=[0]).run(folder)
@@ -241,18 +253,66 @@ def test_a_sweep_that_runs_is_followed_to_its_end(tmp_path, monkeypatch):
         running.join()
 
 
-def test_a_single_run_that_runs_is_not_started_again(tmp_path):
-    folder = str(tmp_path / "run")
-    run = single.SingleRun("run", {}, (), (), (), 8, None, 5, 0, 40, model_dir=folder)
-    with Folder(folder).locked():
-        with pytest.raises(ConfigError, match=rf"running already \(process {os.getpid()}\).*log.txt"):
-            with single._held(run):
-                pass
+@pytest.fixture
+def single_run(tmp_path, monkeypatch):
+    """A run of five steps in `tmp_path`/run, its Gin files taken as read."""
+    run = single.SingleRun("run", {}, (), (), (), 8, None, 5, 0, 40, model_dir=str(tmp_path / "run"))
+    monkeypatch.setattr(single, "from_flags", lambda args: run)
+    monkeypatch.setattr(single, "_check", lambda run: None)
+    monkeypatch.setattr(following, "_PERIOD", 0.01)
+    return run
+
+
+def test_a_single_run_that_runs_is_not_started_again(single_run):
+    args = SimpleNamespace(dry_run=False, name=None, follow=False)
+    with Folder(single_run.model_dir).locked():
+        with pytest.raises(ConfigError, match=rf"running already \(process {os.getpid()}\).*--follow.*log.txt"):
+            single.launch(args)
+
+
+@pytest.mark.parametrize("steps", [5, 3])
+def test_a_single_run_that_runs_is_followed_to_its_end(single_run, capsys, steps):
+    args = SimpleNamespace(dry_run=False, name=None, follow=True)
+    folder = Path(single_run.model_dir)
+
+    def first():
+        with Folder(str(folder)).locked():
+            held.set()
+            for step in range(1, steps + 1):
+                time.sleep(0.02)
+                with open(folder / "log.txt", "a") as log:
+                    log.write(f"step {step}/5\n")
+            row = {"name": "train", "step": steps, "loss_per_nonpadding_target_token": 2.5}
+            (folder / "metrics.jsonl").write_text(json.dumps(row))
+
+    held = threading.Event()
+    thread = threading.Thread(target=first)
+    thread.start()
+    held.wait()
+    if steps == 5:
+        assert single.launch(args) == 0
+    else:
+        with pytest.raises(TrainingError, match="after 3 of 5 steps. The same command goes on"):
+            single.launch(args)
+    thread.join()
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")] == [
+        f"step {step}/5" for step in range(1, steps + 1)
+    ]
 
 
 @pytest.mark.parametrize("name", ["xm_launch.py", "build_image.py"])
 def test_scripts_can_be_run(name):
     assert os.access(ROOT / "launch" / name, os.X_OK)
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"), [("gke.py", "--queue"), ("build_image.py", "--repository"), ("xm_launch.py", "--executor")]
+)
+def test_help_shows_a_launchers_own_flags(name, flag):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, str(ROOT / "launch" / name), "--help"]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True)
+    assert f"  {flag}: " in done.stdout
 
 
 def test_settings_fit_the_column():

@@ -1,8 +1,10 @@
 """XManager's Vertex executor: jobs for the chips it knows, a way out for the others. Nothing is sent: its client is ours."""
 
+import _thread
 import shlex
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -105,6 +107,24 @@ def test_what_was_created_before_a_failure_is_cancelled(client, monkeypatch, cap
     assert given == [tuple(custom_jobs.cancel_command("projects/1/locations/us-central1/customJobs/1"))]
 
 
+def test_ctrl_c_while_a_job_is_created_cancels_it_too(client, monkeypatch, capsys):
+    cancelled, launch = [], client.launch
+    monkeypatch.setattr(
+        Commands, "run", lambda self, argv, **_: cancelled.append(argv[4]) or SimpleNamespace(returncode=0)
+    )
+
+    def interrupted(name, jobs):
+        if client.sent:
+            _thread.interrupt_main()
+            time.sleep(0.3)
+        return launch(name, jobs)
+
+    monkeypatch.setattr(client, "launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        create(client, "one", "two", "three")
+    assert len(client.sent) == 2 and [name[-1] for name in cancelled] == ["2", "1"]
+
+
 def test_other_chips_have_a_way_out(monkeypatch):
     argv = ["xm_launch.py", "--executor=vertex", "--topology=v5e:16x16", "--gin.A='b c'", f"--image={IMAGE}"]
     monkeypatch.setattr(sys, "argv", argv)
@@ -127,6 +147,15 @@ def test_the_command_names_the_way_out(tmp_path):
     done = xmanager(tmp_path, "--executor=vertex", "--topology=v5e-256", *RUN, "--gin.MODEL_DIR='gs://b/c'")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "  ./launch/gcloud_tpu.py --topology=v5e-256 --gin_file=models/nano.gin" in done.stderr
+
+
+def test_a_sweeps_name_is_made_to_fit_as_by_the_other_launchers(monkeypatch, capsys):
+    made = Work("learning_rate", "gs://bucket/a", work("one").jobs, sweep={})
+    monkeypatch.setattr(vertex.jobs, "make", lambda args: made)
+    absent = dict.fromkeys(("name", "project", "spot", "reservation", "slices", "zone", "repository"))
+    args = SimpleNamespace(topology="v3-8", image=IMAGE, dry_run=True, with_package=[], yes=True, **absent)
+    assert vertex.launch(args) == 0
+    assert "name      learning-rate" in capsys.readouterr().err
 
 
 @pytest.mark.slow

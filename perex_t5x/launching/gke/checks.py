@@ -24,8 +24,9 @@ INSTALL_KUEUE = (
 
 def check(cluster: Cluster, shape: Shape) -> None:
     """Raises `ConfigError` with all that is missing; what may come by itself, such as nodes, is a warning."""
-    slips = [*_jobset_slips(cluster), *_queue_slips(cluster, shape.queue)]
+    slips = [*_jobset_slips(cluster), *_queue_slips(cluster, shape)]
     for kind, flag, name in (
+        ("namespace", "namespace", shape.namespace if shape.namespace != "default" else None),
         ("serviceaccount", "service_account", shape.service_account),
         ("priorityclass", "priority", shape.priority),
     ):
@@ -52,7 +53,8 @@ def _jobset_slips(cluster: Cluster) -> list[str]:
     if said(done, r"\(Forbidden\)"):
         _warn("you may not see whether JobSet is installed on the cluster; it is taken to be.")
         return []
-    return [f"kubectl cannot reach it:\n{done.said}"]
+    # At once: each further question would be retried, and end in the same words.
+    raise ConfigError(f"kubectl cannot reach the cluster {cluster.context}:\n{done.said}")
 
 
 def _has_rules(crd: dict[str, Any]) -> bool:
@@ -65,7 +67,8 @@ def _has_rules(crd: dict[str, Any]) -> bool:
         return False
 
 
-def _queue_slips(cluster: Cluster, queue: str | None) -> list[str]:
+def _queue_slips(cluster: Cluster, shape: Shape) -> list[str]:
+    queue = shape.queue
     if queue is None:
         return []
     done = cluster.ask("get", "localqueues.kueue.x-k8s.io", "--output=json")
@@ -74,12 +77,39 @@ def _queue_slips(cluster: Cluster, queue: str | None) -> list[str]:
     if done.returncode != 0:
         return [f"--queue={queue}: kubectl cannot ask for it:\n{done.said}"]
     if cluster.commands.dry_run:
-        return []
-    found = [item["metadata"]["name"] for item in json.loads(done.stdout)["items"]]
+        return _quota_slips(cluster, shape, "")
+    found = {item["metadata"]["name"]: item.get("spec", {}) for item in json.loads(done.stdout)["items"]}
     if queue in found:
-        return []
+        return _quota_slips(cluster, shape, found[queue].get("clusterQueue", ""))
     there = f"it has {', '.join(found)}" if found else "it has none"
     return [f"--queue={queue}: no such LocalQueue in the namespace {cluster.namespace}; {there}."]
+
+
+def _quota_slips(cluster: Cluster, shape: Shape, name: str) -> list[str]:
+    """That Kueue's quota is large enough for one JobSet: a larger one would be queued for ever."""
+    done = cluster.ask("get", "clusterqueues.kueue.x-k8s.io", "--output=json")
+    if done.returncode != 0:
+        _warn(f"the quota of --queue={shape.queue} could not be looked at:\n{done.said}")
+    if done.returncode != 0 or cluster.commands.dry_run:
+        return []
+    found = {item["metadata"]["name"]: item["spec"] for item in json.loads(done.stdout)["items"]}
+    if name not in found:
+        return [f"--queue={shape.queue}: it belongs to the ClusterQueue {name}, which does not exist."]
+    spec = found[name]
+    flavors = [flavor for group in spec.get("resourceGroups", []) for flavor in group["flavors"]]
+    quotas = [r["nominalQuota"] for f in flavors for r in f["resources"] if r["name"] == "google.com/tpu"]
+    begin = f"--queue={shape.queue}: its ClusterQueue {name} has"
+    if not quotas:
+        return [f"{begin} no quota of google.com/tpu, so it would never let the pods run (docs/launch_gke.md)."]
+    if not all(str(quota).isdigit() for quota in quotas):  # such as 1k
+        return []
+    asked, most = shape.slices * shape.hosts * shape.chips_per_host, max(map(int, quotas))
+    if asked <= most:
+        return []
+    if spec.get("cohort") or spec.get("cohortName"):
+        _warn(f"{begin} a quota of {most} chips of one kind, {asked} are asked for: it has to borrow from its cohort.")
+        return []
+    return [f"{begin} a quota of {most} chips of one kind, {asked} are asked for: it would be queued for ever."]
 
 
 def _named_slips(cluster: Cluster, kind: str, flag: str, name: str | None) -> list[str]:
@@ -89,7 +119,8 @@ def _named_slips(cluster: Cluster, kind: str, flag: str, name: str | None) -> li
     if done.returncode == 0:
         return []
     if said(done, NOT_FOUND):
-        return [f"--{flag}={name}: there is no such {kind} (namespace {cluster.namespace})."]
+        where = "" if kind == "namespace" else f" (namespace {cluster.namespace})"
+        return [f"--{flag}={name}: there is no such {kind}{where}."]
     _warn(f"whether the {kind} {name} exists could not be asked:\n{done.said}")
     return []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ NOT_FOUND = r"\(NotFound\)"
 NO_SUCH_KIND = r"doesn't have a resource type"
 _PASSING = (r"TLS handshake timeout", r"i/o timeout", r"connection refused", r"\(ServiceUnavailable\)", r"EOF")
 _SECONDS = 60.0
+# kubectl says a trouble of the network five times in its own log before it says it to people.
+_OWN_LOG = re.compile(r"^[EWI]\d{4} [\d:.]+ +\d+ \S+\.go:\d+\] .*\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Cluster:
 
     def ask(self, *words: str) -> Completed:
         """A question whose answer may be no; passing troubles of the network are retried."""
-        return self.commands.run(self.kubectl(*words), check=False, timeout=_SECONDS, retries=3, retry_on=_PASSING)
+        done = self.commands.run(self.kubectl(*words), check=False, timeout=_SECONDS, retries=3, retry_on=_PASSING)
+        return dataclasses.replace(done, stderr=_OWN_LOG.sub("", done.stderr))
 
     def get(self, kind: str, selector: str | None = None, *words: str) -> list[dict[str, Any]]:
         """The objects of a kind, as they are now; none in a dry run."""

@@ -10,7 +10,7 @@ from perex_t5x.errors import ConfigError
 from perex_t5x.launching import collecting
 from perex_t5x.launching.commands import Commands
 from perex_t5x.launching.gke.cluster import Cluster
-from perex_t5x.launching.gke.manifest import NAME_LABEL
+from perex_t5x.launching.gke.manifest import LAUNCH_LABEL, NAME_LABEL
 from perex_t5x.launching.gke.options import JOBS_FILE
 from perex_t5x.launching.jobs import Work
 
@@ -23,6 +23,10 @@ def work_of(cluster: Cluster, group: str) -> Work:
             f"there is no launch {group} on the cluster (any more). Its results are in the bucket: give `collect` the flags "
             "of the launch, --sweep or --gin_file too."
         )
+    # A ConfigMap that no JobSet owns, as of a manifest, may be left of an earlier launch.
+    newest = max(maps, key=lambda found: found["metadata"].get("creationTimestamp", ""))
+    launch = newest["metadata"]["labels"].get(LAUNCH_LABEL)
+    maps = [found for found in maps if found["metadata"]["labels"].get(LAUNCH_LABEL) == launch]
     return joined([Work.from_json(found["data"]["file-0"]) for found in maps])
 
 

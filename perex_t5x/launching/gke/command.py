@@ -40,13 +40,14 @@ from perex_t5x.launching.request import Request
 
 # Seconds that a process waits for the others: nodes come up, and pull the image, minutes apart. Giving up is final.
 _PATIENCE = "3600"
+_MOST_POLL_SECONDS = 3600
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Does not return."""
     request.define_flags()
     options.define_flags()
-    program.run(_main, __doc__, argv)
+    program.run(_main, __doc__, argv, module=options.__name__)
 
 
 def _main(args: Any, words: list[str]) -> int:
@@ -65,6 +66,8 @@ def _main(args: Any, words: list[str]) -> int:
     name = words[0] if words else "launch"
     if name not in known:
         raise ConfigError(f"{name!r} is no command; known are {', '.join(known)}.{did_you_mean(name, known)}")
+    if not 0 <= args.poll_seconds <= _MOST_POLL_SECONDS:
+        raise ConfigError(f"--poll_seconds={args.poll_seconds}: from 0 to {_MOST_POLL_SECONDS}.")
     return known[name](args)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from perex_t5x.errors import ConfigError
 from perex_t5x.launching.commands import CommandError
 from perex_t5x.launching.gke.cluster import ALREADY_EXISTS, JOBSETS, Cluster, said
-from perex_t5x.launching.gke.manifest import LAUNCH_LABEL
 from perex_t5x.launching.gke.options import Planned
 from perex_t5x.launching.gke.state import State
 from perex_t5x.launching.leftovers import Leftovers
@@ -23,8 +22,8 @@ class AlreadyRunningError(ConfigError):
         self.group = group
 
 
-def check_free(cluster: Cluster, plans: Sequence[Planned]) -> list[str]:
-    """The names of finished JobSets that stand in the way and may go.
+def check_free(cluster: Cluster, plans: Sequence[Planned]) -> list[State]:
+    """Finished JobSets that stand in the way and may go.
 
     Raises:
       AlreadyRunningError: the same run, or one of the same name and folder, is not finished.
@@ -46,10 +45,10 @@ def check_free(cluster: Cluster, plans: Sequence[Planned]) -> list[str]:
                 f"--name={shape.group}: the JobSet {state.name} of this name belongs to another run ({state.phase}). "
                 "Give another --name."
             )
-    return [state.name for state in ours if state.name in wanted]
+    return [state for state in ours if state.name in wanted]
 
 
-def create(cluster: Cluster, plans: Sequence[Planned], former: Sequence[str], leftovers: Leftovers) -> str:
+def create(cluster: Cluster, plans: Sequence[Planned], former: Sequence[State], leftovers: Leftovers) -> str:
     """Creates all JobSets of a launch with their ConfigMaps; returns their name among the `leftovers`.
 
     The JobSet comes first: its name is where two launches collide, and it owns the ConfigMap, which is deleted with it.
@@ -58,9 +57,11 @@ def create(cluster: Cluster, plans: Sequence[Planned], former: Sequence[str], le
     Raises:
       AlreadyRunningError: another launch was quicker.
     """
-    for name in former:
-        print(f"deleting the finished JobSet {name} of an earlier launch", file=sys.stderr, flush=True)
-        cluster.commands.run(cluster.kubectl("delete", JOBSETS, name, "--ignore-not-found"), timeout=600)
+    for launch in dict.fromkeys(state.launch for state in former):
+        names = ", ".join(state.name for state in former if state.launch == launch)
+        print(f"deleting the finished JobSet {names} of an earlier launch", file=sys.stderr, flush=True)
+        # All of that launch: its JobSets write to the same folder, so they are all finished.
+        cluster.commands.run(cluster.delete_launch(launch), timeout=600)
     what = f"JobSets of this launch ({', '.join(plan.shape.name for plan in plans)})"
     # By the launch's own label: nothing of another launch is ever deleted, and what was created though its answer got
     # lost is found.
@@ -92,7 +93,7 @@ def _check_first(cluster: Cluster, plan: Planned, made: dict[str, Any]) -> None:
     ours = made.get("metadata", {}).get("creationTimestamp", "")
     for jobset in cluster.jobsets(run=plan.shape.run):
         other = State.of(jobset)
-        if jobset["metadata"]["labels"].get(LAUNCH_LABEL) == plan.shape.launch or other.finished:
+        if other.launch == plan.shape.launch or other.finished:
             continue
         if other.created <= ours:
             message = f"another launch of the same run was quicker: JobSet {other.name} is {other.phase}."

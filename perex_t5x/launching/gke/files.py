@@ -12,16 +12,22 @@ MOUNTED_AT = "/etc/perex"
 MOST_BYTES = 1 << 20  # Kubernetes refuses more in one ConfigMap
 
 
-def config_map_name(jobset: str) -> str:
+def config_map_name(jobset: str, launch: str) -> str:
+    """Of one launch alone: what an earlier one of the same name has left must neither stand in the way nor be mounted.
+
+    >>> config_map_name("sqrt-lr", "00c0ffee")
+    'sqrt-lr-00c0ffee'
     """
-    >>> config_map_name("sqrt-lr")
-    'sqrt-lr-files'
-    """
-    return f"{jobset}-files"
+    return f"{jobset}-{launch}"
 
 
 def config_map(
-    jobset: str, namespace: str, labels: Mapping[str, str], files: Mapping[str, str], owner: str | None = None
+    jobset: str,
+    launch: str,
+    namespace: str,
+    labels: Mapping[str, str],
+    files: Mapping[str, str],
+    owner: str | None = None,
 ) -> dict[str, Any]:
     """The ConfigMap that holds `files` (path -> text) for a JobSet.
 
@@ -29,6 +35,7 @@ def config_map(
 
     Args:
       jobset: name of the JobSet.
+      launch: the launch that makes both.
       namespace: its namespace.
       labels: the JobSet's own.
       files: path under `MOUNTED_AT` -> text.
@@ -47,7 +54,8 @@ def config_map(
             f"ConfigMap. The largest: {largest}. Share the runs out with a larger --jobsets, launch a part of them with "
             "--only=..., or build your Gin files into the image."
         )
-    metadata: dict[str, Any] = {"name": config_map_name(jobset), "namespace": namespace, "labels": dict(labels)}
+    name = config_map_name(jobset, launch)
+    metadata: dict[str, Any] = {"name": name, "namespace": namespace, "labels": dict(labels)}
     if owner:
         metadata["ownerReferences"] = [
             {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "name": jobset, "uid": owner}

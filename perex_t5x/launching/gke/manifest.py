@@ -90,13 +90,14 @@ def _job(shape: Shape, command: Sequence[str], paths: Sequence[str]) -> dict[str
 
 
 def _pod(shape: Shape, command: Sequence[str], paths: Sequence[str]) -> dict[str, Any]:
+    files = config_map_name(shape.name, shape.launch)
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": shape.grace_seconds,
         "nodeSelector": node_selector(shape),
         "containers": [_container(shape, command)],
         "volumes": [
-            {"name": "files", "configMap": {"name": config_map_name(shape.name), "items": mounted_items(paths)}},
+            {"name": "files", "configMap": {"name": files, "items": mounted_items(paths)}},
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class Planned:
 
     def config_map(self, owner: str | None = None) -> dict[str, Any]:
         shape = self.shape
-        return files.config_map(shape.name, shape.namespace, manifest.labels(shape), self.files, owner)
+        return files.config_map(shape.name, shape.launch, shape.namespace, manifest.labels(shape), self.files, owner)
 
 
 def planned(request: Request, args: Any) -> list[Planned]:
@@ -84,6 +85,8 @@ def planned(request: Request, args: Any) -> list[Planned]:
     chips_per_host = args.chips_per_host or slice_.chips_a_host
     if chips_per_host < 1 or slice_.chips % chips_per_host:
         raise ConfigError(f"--chips_per_host={chips_per_host}: {slice_.topology} has {slice_.chips} chips.")
+    if not math.isfinite(args.ttl_hours):
+        raise ConfigError(f"--ttl_hours={args.ttl_hours}: a number of hours.")
     launch = secrets.token_hex(4)
     gin = {f"{gin_files.FOLDER}/{name}": _text(path) for name, path in work.gin_files.items()}
     found = []

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from perex_t5x.errors import ConfigError
 
 LONGEST_NAME = 63
+MOST = 2**31 - 1  # of a number in a manifest: 32 bits
 REPLICATED_JOB = "slice"
 _DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _IMAGE = re.compile(r"[a-z0-9][a-zA-Z0-9._:/-]*(@sha256:[0-9a-f]{64})?")
 
@@ -88,15 +90,18 @@ class Shape:
         for flag, value in (("queue", self.queue), ("priority", self.priority), ("reservation", self.reservation)):
             slips.extend(_name_slips(flag, value, LONGEST_NAME))
         slips.extend(_name_slips("service_account", self.service_account, 253))
-        slips.extend(_name_slips("namespace", self.namespace, LONGEST_NAME))
+        if not _NAMESPACE.fullmatch(self.namespace) or len(self.namespace) > LONGEST_NAME:
+            slips.append(f"--namespace={self.namespace!r}: only a-z, 0-9 and -, at most {LONGEST_NAME} characters.")
         for flag, number, least in (
             ("slices", self.slices, 1),
             ("max_restarts", self.max_restarts, 0),
             ("grace_seconds", self.grace_seconds, 1),
             ("ttl_hours", self.ttl_seconds, 0),
         ):
-            if number < least:
-                slips.append(f"--{flag} is {number}; at least {least}.")
+            if not least <= number <= MOST:
+                slips.append(
+                    f"--{flag} is {number}; from {least} to {MOST}{' seconds' if flag == 'ttl_hours' else ''}."
+                )
         if self.slices > 1 and self.hosts == 1:
             slips.append(
                 f"--slices={self.slices} with {self.topology}, a slice of one host: GKE joins only slices of several "

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from perex_t5x.launching.gke.manifest import CONTAINER, NAME_LABEL, RUN_LABEL
+from perex_t5x.launching.gke.manifest import CONTAINER, LAUNCH_LABEL, NAME_LABEL, RUN_LABEL
 
 COMPLETED, FAILED, QUEUED, RUNNING, STARTING = "completed", "failed", "queued", "running", "starting"
 _INDICES = ("batch.kubernetes.io/job-completion-index", "jobset.sigs.k8s.io/job-index")
@@ -23,6 +23,7 @@ class State:
       phase: queued by Kueue, starting, running, completed or failed.
       restarts: of all its pods together.
       words: what the cluster says of it.
+      launch: the launch that made it.
     """
 
     name: str
@@ -32,6 +33,7 @@ class State:
     restarts: int
     words: str
     created: str
+    launch: str
 
     @property
     def finished(self) -> bool:
@@ -66,6 +68,7 @@ class State:
             status.get("restarts", 0),
             words,
             metadata.get("creationTimestamp", ""),
+            labels.get(LAUNCH_LABEL, ""),
         )
 
 

@@ -18,15 +18,16 @@ from perex_t5x.launching.xm import arguments
 EXECUTORS = ("local", "vertex", "gke")
 
 
-def define_flags(argv: Sequence[str]) -> None:
-    """Before the command line is read. XManager's own flags are known once it is imported."""
+def define_flags(argv: Sequence[str], usage: str | None = None) -> None:
+    """Before the command line is read. XManager's own flags are known once it is imported. `usage` is for --help."""
     request.define_flags()
     flags.DEFINE_string("executor", "local", "Where the runs run: local (this machine), vertex, or gke.")
     flags.DEFINE_integer("parallel", None, "With --executor=local: runs at once; default 1.")
     flags.DEFINE_bool("print_commands", False, "Check a sweep, print the command of every run, and stop.")
-    flags.DEFINE_bool("follow", False, "With --executor=local: where this sweep is running already, look on.")
+    flags.DEFINE_bool("follow", False, "With --executor=local: where this is running already, look on.")
     flags.DEFINE_string("repository", None, "With --executor=vertex: where an image of this checkout is put.")
     _define_gke_flags()
+    program.show_in_help(usage, __name__)
     arguments.define_dotted(argv)
     with contextlib.suppress(ImportError):  # said once it is needed
         from xmanager import xm, xm_flags  # noqa: F401  (they define --xm_...)

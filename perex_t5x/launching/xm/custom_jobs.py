@@ -17,6 +17,7 @@ from perex_t5x.launching.leftovers import Leftovers
 from perex_t5x.launching.xm.experiment import close_quietly
 
 REGION = "us-central1"  # XManager's own, which it cannot be told
+_PATIENCE = 60.0  # seconds for an answer that is on its way
 CORES = 8  # of one host; each is a device
 
 
@@ -50,9 +51,12 @@ def create(
                 experiment = xm_local.create_experiment(experiment_title=title).__enter__()
                 opened.push(lambda *exc: close_quietly(experiment, *exc))
                 for number, job in enumerate(jobs, 1):
-                    _wait(experiment.add(job))
-                    created.append(_resource(experiment.experiment_id, number))
-                    leftovers.add(f"custom job {created[-1]}", cancel_command(created[-1]))
+                    try:
+                        _wait(experiment.add(job))
+                    finally:  # also one that was created though Ctrl-C came in between
+                        for resource in _resources(experiment.experiment_id, number):
+                            created.append(resource)
+                            leftovers.add(f"custom job {resource}", cancel_command(resource))
         except ConfigError:
             raise
         except Exception as e:
@@ -90,15 +94,27 @@ def _check_free(title: str) -> None:
             )
 
 
-def _resource(experiment: int, work_unit: int) -> str:
-    """Vertex's name of a work unit's job."""
+def _resources(experiment: int, work_unit: int) -> list[str]:
+    """Vertex's name of a work unit's job; none where it has not been created."""
     from xmanager.xm_local.storage import database
 
-    return next(iter(database.database().get_work_unit(experiment, work_unit).jobs))
+    return list(database.database().get_work_unit(experiment, work_unit).jobs)
 
 
 def _wait(launched: asyncio.Future) -> None:
-    """The future belongs to XManager's own thread."""
-    while not launched.done():
-        time.sleep(0.05)
+    """The future belongs to XManager's own thread, which Ctrl-C does not stop: its answer is waited for even then."""
+    try:
+        _until_done(launched)
+    except KeyboardInterrupt as e:
+        with contextlib.suppress(KeyboardInterrupt):  # once more: it is only named
+            _until_done(launched, seconds=_PATIENCE)
+        if not launched.done():
+            e.add_note(f"perhaps there is one more custom job: gcloud ai custom-jobs list --region={REGION}")
+        raise
     launched.result()
+
+
+def _until_done(launched: asyncio.Future, seconds: float = float("inf")) -> None:
+    end = time.monotonic() + seconds
+    while not launched.done() and time.monotonic() < end:
+        time.sleep(0.05)

@@ -16,12 +16,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 from absl import logging
 
-from perex_t5x.errors import ConfigError
+from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.experiments import folder as folders
 from perex_t5x.experiments import processes
 from perex_t5x.experiments.runs import Run
@@ -88,7 +88,8 @@ class Experiment:
         async def launch(work_unit: Any, /, **settings: Any) -> None:
             await work_unit.add(job)
 
-        launched = self._made.add(launch, args=settings(run))
+        with _explained(run):
+            launched = self._made.add(launch, args=settings(run))
         self._entry["work_units"][str(number)] = {"run": run.name, **settings(run)}
         self._write_record()
         return UnitProcess(run, launched, status)
@@ -155,7 +156,8 @@ class UnitProcess:
         if self.returncode is not None or not self._launched.done():
             return self.returncode
         if self._ended is None:
-            self._work_unit = self._launched.result()
+            with _explained(self._run):
+                self._work_unit = self._launched.result()
             waiting = self._work_unit.wait_until_complete()
             self._ended = asyncio.run_coroutine_threadsafe(waiting, self._launched.get_loop())
         pid = self._read().get("pid")
@@ -182,6 +184,19 @@ class UnitProcess:
                 return json.load(f)
         except (OSError, ValueError):
             return {}
+
+
+@contextlib.contextmanager
+def _explained(run: Run) -> Iterator[None]:
+    """XManager writes a work unit down before it starts it: a full disk, or a database that another process holds, is seen
+    only here, in the middle of a sweep."""
+    try:
+        yield
+    except Exception as e:
+        raise TrainingError(
+            f"XManager could not start {run.name}: {type(e).__name__}: {e}\nThe same command goes on with what is not "
+            "finished."
+        ) from e
 
 
 def settings(run: Run) -> dict[str, Any]:

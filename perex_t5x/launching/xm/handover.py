@@ -24,7 +24,7 @@ _OWN = ("executor", "parallel", "print_commands", "follow", "repository")
 def given(argv: Sequence[str] | None = None, without: Sequence[str] = ()) -> list[str]:
     """The flags of the command line that the other launchers know, too, as they were written.
 
-    >>> given(["xm_launch.py", "--executor=gke", "--gin.A=1", "--parallel", "2", "--image=i"], without=["image"])
+    >>> given(["x.py", "--executor=gke", "--gin.A=1", "--parallel", "2", "--xm_upgrade_db", "--image=i"], without=["image"])
     ['--gin.A=1']
     """
     rest = iter(arguments.script_arguments(sys.argv if argv is None else argv)[1:])
@@ -32,6 +32,8 @@ def given(argv: Sequence[str] | None = None, without: Sequence[str] = ()) -> lis
     for arg in rest:
         name, _, value = arg.lstrip("-").partition("=")
         bare = name.removeprefix("no")
+        if arg.startswith("-") and name.startswith("xm_"):  # XManager's own
+            continue
         if not arg.startswith("-") or not {name, bare} & {*_OWN, *without}:
             kept.append(arg)
         elif not value and name in ("executor", "parallel", "image", "repository"):

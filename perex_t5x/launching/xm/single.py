@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from perex_t5x import cli
-from perex_t5x.errors import ConfigError
+from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.experiments import command, processes, running
-from perex_t5x.experiments.folder import Folder, InUseError
+from perex_t5x.experiments.folder import Folder, InUseError, result_of_metrics
 from perex_t5x.experiments.overview import Overview
 from perex_t5x.experiments.runs import DONE, STOPPED, Result, Run, absolute
 from perex_t5x.launching import jobs
+from perex_t5x.launching.xm import following
 from perex_t5x.launching.xm.experiment import Experiment
 
 
@@ -46,8 +45,16 @@ def launch(args: Any) -> int:
     if args.dry_run:
         print("dry run: the run is fine. Nothing was run.")
         return 0
+    try:
+        return _run(args, run)
+    except InUseError as e:
+        return _followed(run, e, args.follow)
+
+
+def _run(args: Any, run: SingleRun) -> int:
     record = f"{run.model_dir}/xmanager.json"
-    with _held(run), Experiment(args.name or run.name, record) as experiment:
+    # The folder is held against a second launch.
+    with Folder(run.model_dir).locked(), Experiment(args.name or run.name, record) as experiment:
         results: list[Result] = []
         stop = threading.Event()
         with Overview([run], {}) as show, running._asking_to_stop(stop):
@@ -60,18 +67,21 @@ def launch(args: Any) -> int:
     return _told(run, results[0]) if results else cli.EXIT_INTERRUPTED
 
 
-@contextlib.contextmanager
-def _held(run: SingleRun) -> Iterator[None]:
-    """The run's folder, against a second launch of it."""
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(Folder(run.model_dir).locked())
-        except InUseError as e:
-            raise ConfigError(
-                f"MODEL_DIR = {run.model_dir!r}: this run is running already (process {e.process}). Look at it with "
-                f"tail -f {shlex.quote(run.model_dir + '/log.txt')}, or choose another folder."
-            ) from None
-        yield
+def _followed(run: SingleRun, busy: InUseError, follow: bool) -> int:
+    """What a run that is running already comes to, if that is wanted; else the slip, with the way to look."""
+    words = f"MODEL_DIR = {run.model_dir!r}: this run is running already (process {busy.process})."
+    if not following.wanted(words, follow):
+        raise ConfigError(
+            f"{words} With --follow this command shows its log until it ends, as does "
+            f"tail -f {shlex.quote(run.model_dir + '/log.txt')}. Or choose another folder."
+        ) from None
+    following.log_until_it_ends(run.model_dir)
+    result = result_of_metrics(run, run.model_dir, seconds=0)
+    if result.steps < run.train_steps:
+        raise TrainingError(
+            f"the run that was followed has ended after {result.steps} of {run.train_steps} steps. The same command goes on."
+        )
+    return _told(run, result)
 
 
 def from_flags(args: Any) -> SingleRun:

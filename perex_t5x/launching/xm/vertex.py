@@ -23,7 +23,7 @@ def launch(args: Any) -> int:
         kind_of(args.topology, args)
     work = jobs.make(args)
     kind = kind_of(args.topology or work.topology, args)
-    name = names.check_name(args.name or work.name)
+    name = names.check_name(args.name or names.suggestion(work.name) or work.name)
     _check_work(args, work)
     modules = experiment.modules()
     commands = Commands(args.dry_run)
@@ -99,8 +99,9 @@ def _image(args: Any, name: str, work: jobs.Work, commands: Commands) -> tuple[s
 
     def build() -> None:
         target = package.folder(f"image-{name}-{files.commit}")
-        folder = image.context(target, files, commands, args.with_package, args.allow_uncommitted, work.gin_files)
-        image.build(folder, f"{repository}:{tag}", files, commands)
+        with package.alone(target, args.dry_run):
+            folder = image.context(target, files, commands, args.with_package, args.allow_uncommitted, work.gin_files)
+            image.build(folder, f"{repository}:{tag}", files, commands)
 
     return f"{repository}:{tag}", build
 
