@@ -134,9 +134,18 @@ def run(function: Callable[..., Any] | str, usage: str | None, argv: Sequence[st
     try:
         args = gin_utils.rewrite_gin_args(sys.argv if argv is None else argv)
         sys.modules["__main__"].__doc__ = usage
-        app.run(_reporting(main), argv=args)
+        app.run(_reporting(main), argv=args, flags_parser=parse_flags)
     except ConfigError as e:
         _fail(str(e), EXIT_CONFIG)
+
+
+def parse_flags(args: Sequence[str]) -> list[str]:
+    """The arguments that are no flags. An unknown flag, or a value it cannot take, is a slip like any other."""
+    try:
+        return FLAGS(args)
+    except flags.Error as e:
+        message = str(e).replace(" ?", "?")
+        raise ConfigError(f"{message}{'' if message[-1:] in '.?' else '.'} --help lists the flags.") from None
 
 
 def _imported(name: str) -> Callable[..., Any]:

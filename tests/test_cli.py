@@ -55,6 +55,8 @@ def test_dry_run_from_another_directory_with_a_ported_file(tmp_path):
         (["--gin_file=runs/quickstart.gin"], "required but not given: MODEL_DIR"),
         (["--gin_file=runs/quickstart.gin", "--gin.MODEL_DIR=/proc/x"], "MODEL_DIR = '/proc/x' cannot be written"),
         (["--gin_file=models/tiny.gin"], "they are for another command"),
+        (["--gin_fil=models/tiny.gin"], "Unknown command line flag 'gin_fil'. Did you mean: gin_file?"),
+        (["--process_count=two"], "flag --process_count=two"),
         (["--gin_file=runs/quickstart.gin", "--process_count=2"], "go together: give all three"),
     ],
 )

@@ -42,9 +42,9 @@ def run(
 
     try:
         args = rewritten(gin_utils.rewrite_gin_args(sys.argv if argv is None else argv))
+        app.run(main, argv=args, flags_parser=cli.parse_flags)
     except ConfigError as e:
-        sys.exit(_failed(e, cli.EXIT_CONFIG))
-    app.run(main, argv=args)
+        sys.exit(failed(e, cli.EXIT_CONFIG))
 
 
 def show_in_help(usage: str | None, module: str = "") -> None:
@@ -58,21 +58,21 @@ def show_in_help(usage: str | None, module: str = "") -> None:
 def guarded(function: Callable[[], int | None]) -> int:
     """The status that `function` returns, or that of its error, which is printed as its message alone."""
     try:
-        with Leftovers(
-            Commands()
-        ):  # nothing to delete: SIGTERM as Ctrl-C, so that the checks' own processes end with it
+        # There is nothing to delete yet, but SIGTERM is as Ctrl-C, so that the checks' own processes end with it.
+        with Leftovers(Commands()):
             return function() or 0
     except ConfigError as e:
-        return _failed(e, cli.EXIT_CONFIG)
+        return failed(e, cli.EXIT_CONFIG)
     except TrainingError as e:
-        return _failed(e, cli.EXIT_ERROR)
+        return failed(e, cli.EXIT_ERROR)
     except OSError as e:  # such as a full disk
-        return _failed(e, cli.EXIT_ERROR)
+        return failed(e, cli.EXIT_ERROR)
     except KeyboardInterrupt as e:
-        return _failed(e, cli.EXIT_INTERRUPTED)
+        return failed(e, cli.EXIT_INTERRUPTED)
 
 
-def _failed(error: BaseException, status: int) -> int:
+def failed(error: BaseException, status: int) -> int:
+    """Prints an error as its message and notes; the status."""
     message = cli.cleaned(str(error))
     shown = f"\nERROR: {message}" if status != cli.EXIT_INTERRUPTED else f"\n{message or 'interrupted'}"
     print("\n".join([shown, *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)

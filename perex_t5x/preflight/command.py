@@ -42,9 +42,9 @@ def run(function: Callable[[Any], int | None], usage: str | None, argv: Sequence
 
     try:
         args = gin_utils.rewrite_gin_args(sys.argv if argv is None else argv)
+        app.run(lambda _: guarded(function), argv=args, flags_parser=cli.parse_flags)
     except ConfigError as e:
         _fail(e, cli.EXIT_CONFIG)
-    app.run(lambda _: guarded(function), argv=args)
 
 
 def guarded(function: Callable[[Any], int | None]) -> None:

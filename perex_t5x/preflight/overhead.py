@@ -30,7 +30,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 
 from perex_t5x import console
 from perex_t5x.errors import ConfigError
@@ -262,7 +262,7 @@ def main() -> None:
     flags.DEFINE_list("models", [], f"Some of {', '.join(MODELS)}; all by default.")
     flags.DEFINE_list("chips", [], f"Some of {', '.join(CHIPS)}; all by default.")
     flags.DEFINE_string("out", OUT, "File to write; '-': the terminal.")
-    app.run(lambda _: command.guarded(_main), sys.argv)
+    command.run(_main, __doc__)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import flags
 
-from perex_t5x import console
+from perex_t5x import cli, console
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.launching import program, request
 from perex_t5x.launching.xm import arguments
@@ -90,4 +90,7 @@ def run() -> None:
     """Without XManager's own command: `python launch/xm_launch.py ...`; does not return."""
     from absl import app
 
-    app.run(main, argv=sys.argv)
+    try:
+        app.run(main, argv=sys.argv, flags_parser=cli.parse_flags)
+    except ConfigError as e:
+        sys.exit(program.failed(e, cli.EXIT_CONFIG))
