@@ -1,6 +1,6 @@
 """Rewrites of the matrix products that gradients come from; every one keeps the program's results.
 
-- Positions that are padding are left out.
+- Positions that are padding are left out, and axes of size one are not summed over.
 - The transpose of a product becomes the product of the operands exchanged, so that sums need no transpose.
 - A product that is cut up becomes as many products.
 """
@@ -67,6 +67,37 @@ def _unpadded(
         low, _, _ = pad.params["padding_config"][mine]
         other = jax.lax.slice_in_dim(other, low, low + short.shape[mine], axis=its)
     return jaxprs.bind(product, [short, other] if k == 0 else [other, short])
+
+
+def unit_contractions(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    """Σ_bt s_bt r_bt over an axis b of size one: without it.
+
+    Such an operand would be another value for XLA than the same without the axis, which other equations use, and what is
+    cheap to it, such as the gradient of a softmax, it computes for each.
+    """
+    del batched
+    tails = tails_of(program.jaxpr, wanted)
+    rules: dict[int, Rule] = {}
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name == "dot_general" and eqn.outvars[0] in tails:
+            sizes = [eqn.invars[0].aval.shape[a] for a in eqn.params["dimension_numbers"][0][0]]
+            if 1 in sizes and max(sizes) > 1:
+                rules[id(eqn)] = _without_unit_contractions
+    return rewritten(program, rules)
+
+
+def _without_unit_contractions(product: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
+    del read
+    contracted, batch = product.params["dimension_numbers"]
+    operands, numbers = [], []
+    for x, mine, paired in zip(arguments, contracted, batch, strict=True):
+        lost = [a for a in mine if x.shape[a] == 1]
+        at = {a: i for i, a in enumerate(a for a in range(x.ndim) if a not in lost)}
+        operands.append(jnp.squeeze(x, lost))
+        numbers.append([tuple(at[a] for a in axes if a in at) for axes in (mine, paired)])
+    (contract_l, batch_l), (contract_r, batch_r) = numbers
+    params = {**product.params, "dimension_numbers": ((contract_l, contract_r), (batch_l, batch_r))}
+    return jaxprs.bind_with(product, operands, params)
 
 
 # --- what follows a product -------------------------------------------------------------------------------------------

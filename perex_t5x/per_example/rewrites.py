@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from perex_t5x.per_example import jaxprs, plan
-from perex_t5x.per_example.product_rewrites import paddings, splits, transposes
+from perex_t5x.per_example.product_rewrites import paddings, splits, transposes, unit_contractions
 from perex_t5x.per_example.rewriting import Rule, rewritten, tails_of
 from perex_t5x.per_example.unit_axes import without_unit_axes
 
@@ -31,7 +31,16 @@ from perex_t5x.per_example.unit_axes import without_unit_axes
 def prepare(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable[int]) -> core.ClosedJaxpr:
     """Applies the rewrites, each where the walk back from a wanted result meets its place."""
     wanted = tuple(wanted)
-    for rewrite in (_sums_of_one, _selections, _pushed, _accumulations, paddings, transposes, splits):
+    for rewrite in (
+        _sums_of_one,
+        _selections,
+        _pushed,
+        _accumulations,
+        paddings,
+        transposes,
+        splits,
+        unit_contractions,
+    ):
         program = rewrite(program, batched, wanted)
     return without_unit_axes(program, tails_of(program.jaxpr, wanted))  # gradients have forms of their own
 

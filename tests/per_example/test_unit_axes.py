@@ -7,7 +7,7 @@ import pytest
 from jax.extend import core
 
 from perex_t5x import per_example
-from perex_t5x.per_example import jaxprs
+from perex_t5x.per_example import jaxprs, rewrites
 from perex_t5x.per_example.unit_axes import without_unit_axes
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 4)), jnp.float32)
@@ -101,4 +101,15 @@ def test_next_tokens_are_compared_and_not_scattered():
     assert into_logits[0].params["dimension_numbers"].update_window_dims == ()
     products = [e for e in everywhere(program) if e.primitive.name == "dot_general"]
     of_head = [e for e in products if e.outvars[0].aval.shape == (6, 11)]
-    assert of_head and all(7 in e.invars[0].aval.shape and 8 not in e.invars[0].aval.shape for e in of_head)
+    assert of_head and all(e.invars[0].aval.shape == (7, 6) for e in of_head)  # nor is there an axis of size one
+
+
+def test_products_do_not_sum_over_axes_of_size_one():
+    """The operands of a gradient are the values that other equations use, so that XLA need not make them twice."""
+    params, ids = drawn()
+    program = jaxprs.inline(jax.make_jaxpr(jax.grad(next_token_loss))(params, ids[:1]))
+    prepared = rewrites.prepare(program, [False] * 3 + [True], range(3))
+    products = {e.outvars[0].aval.shape: e for e in prepared.jaxpr.eqns if e.primitive.name == "dot_general"}
+    assert products[6, 11].params["dimension_numbers"] == (((0,), (0,)), ((), ()))
+    uses = [e for e in prepared.jaxpr.eqns if products[6, 11].invars[1] in e.invars]
+    assert sorted(e.primitive.name for e in uses) == ["dot_general", "pad"]  # the latter for the layers before
