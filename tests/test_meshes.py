@@ -93,10 +93,18 @@ def test_pods(name):
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PODS)
-def test_pods_compile(name):
-    trainer, spec = pod(name, "models.T5Config.emb_dim = 256", "models.T5Config.mlp_dim = 256")
+@pytest.mark.parametrize("name", list(SHIPPED))
+def test_they_compile(name):
+    """For the file's own slice; those that name none for 8 chips, or two times 4."""
+    wide = ("models.T5Config.emb_dim = 256", "models.T5Config.mlp_dim = 256")
+    if name in PODS:
+        trainer, spec = pod(name, *wide)
+    else:
+        slices = 2 if name == "multislice" else 1
+        devices = topology.tpu_devices({1: "v5e:2x4", 2: "v5e:2x2"}[slices], slices)
+        trainer, spec = build(name, devices, "BATCH_SIZE = 8", *wide)
     found = step.report(step.compile_step(trainer, spec), trainer.partitioner.mesh)
     assert found.cycles > 0
     assert any(c.axes == ("data",) and c.network == "ICI" for c in found.collectives)
+    assert any(c.network == "DCN" for c in found.collectives) == (name == "multislice")
     assert found.peak_bytes < found.chip.hbm_bytes
