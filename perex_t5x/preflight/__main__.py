@@ -44,13 +44,13 @@ def _main(args: Any) -> int:
         accounts.append(account.measure(case.name, where, *step.build_parsed(where.devices()), compiler, line))
         if accounts[-1].fits is False and not args.no_search:
             searches.append(search.find(case, where, compiler, line))
-    terminal.show(accounts, searches, sys.stdout)
-    if args.json:
+    if args.json:  # before the table, whose reader may go away (`| head`)
         found = {"cases": [a.as_dict() for a in accounts], "searches": [s.as_dict() for s in searches]}
         _write(args.json, json.dumps(found, indent=1) + "\n")
     if args.html:
         shown = shlex.join(["python", "-m", "perex_t5x.preflight", *sys.argv[1:]])
         _write(args.html, page.page(accounts, searches, shown))
+    terminal.show(accounts, searches, sys.stdout)
     return cli.EXIT_ERROR if any(a.fits is False for a in accounts) else 0
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from perex_t5x.metrics import model_flops_utilization
-from perex_t5x.preflight import forms, memory, plain, table
+from perex_t5x.preflight import forms, memory, network_time, plain, table
 from perex_t5x.preflight.cache import Compiler
 from perex_t5x.preflight.forms import ParameterForm
 from perex_t5x.preflight.place import Place
@@ -71,16 +71,34 @@ class Account:
         """The compiler's cycles at the chip's clock, collectives not counted; None where there are none."""
         return (self.report.seconds or None) if self.report else None
 
+    def collective_seconds(self) -> dict[str, float]:
+        """Network -> seconds of all collectives, at the rates that are published for it; empty without `seconds`."""
+        return network_time.seconds(self.report.collectives, self.place.chip) if self.seconds else {}
+
+    @property
+    def seconds_unhidden(self) -> float | None:
+        """`seconds`, and all collectives after them: none runs while something is computed."""
+        return self.seconds + sum(self.collective_seconds().values()) if self.seconds else None
+
     @property
     def tokens_per_second(self) -> float | None:
+        """Of a step that takes `seconds`."""
         return self.target_tokens / self.seconds if self.seconds else None
 
     @property
     def mfu(self) -> float | None:
         """Of a step that takes `seconds`."""
-        if not self.seconds:
+        return self._mfu(self.seconds)
+
+    @property
+    def mfu_unhidden(self) -> float | None:
+        """Of a step that takes `seconds_unhidden`."""
+        return self._mfu(self.seconds_unhidden)
+
+    def _mfu(self, seconds: float | None) -> float | None:
+        if not seconds:
             return None
-        found = model_flops_utilization(self.flops, 1 / self.seconds, self.device_kind, self.devices)
+        found = model_flops_utilization(self.flops, 1 / seconds, self.device_kind, self.devices)
         return next(iter(found.values()), None)
 
     @property
@@ -141,9 +159,12 @@ class Account:
             "memory": self.memory_parts(),
             "cycles": (self.report.cycles or None) if self.report else None,
             "seconds": self.seconds,
+            "collective_seconds": self.collective_seconds(),
+            "seconds_unhidden": self.seconds_unhidden,
             "tokens_per_second": self.tokens_per_second,
             "model_flops": self.flops,
             "mfu": self.mfu,
+            "mfu_unhidden": self.mfu_unhidden,
             "unestimated": list(self.report.unestimated) if self.report else [],
             "overhead": self.plain
             and {

@@ -26,9 +26,10 @@ def lines(accounts: Sequence[Account]) -> list[Line]:
         *_by_key(accounts, Account.memory_parts, format_bytes),
         ("statistics", [", ".join(a.statistics) for a in accounts]),
         ("cycles a step", [_cell(a.report and a.report.cycles, short_count) for a in accounts]),
-        ("seconds a step, without collectives", [_cell(a.seconds, "{:.3g} s".format) for a in accounts]),
-        ("target tokens a second, at most", [_cell(a.tokens_per_second, short_count) for a in accounts]),
-        ("MFU, at most", [_cell(a.mfu, "{:.1%}".format) for a in accounts]),
+        ("seconds a step, all collectives hidden", [_cell(a.seconds, "{:.3g} s".format) for a in accounts]),
+        ("seconds a step, none hidden", [_cell(a.seconds_unhidden, "{:.3g} s".format) for a in accounts]),
+        ("target tokens a second", [_tokens(a) for a in accounts]),
+        ("MFU", [_span(a.mfu_unhidden, a.mfu, "{:.1%}".format) for a in accounts]),
         ("statistics against the plain gradient", ["" for _ in accounts]),
         ("  cycles", [_cycles_ratio(a) for a in accounts]),
         ("  temporaries", [_ratio(a, a.temp_ratio) for a in accounts]),
@@ -87,6 +88,20 @@ def _cycles_ratio(account: Account) -> str:
 
 def _cell(value: Any, write: Callable[[Any], str]) -> str:
     return write(value) if value else NONE
+
+
+def _span(low: float | None, high: float | None, write: Callable[[float], str]) -> str:
+    """Between no collective hidden and all of them."""
+    if not low or not high:
+        return NONE
+    ends = dict.fromkeys((write(low), write(high)))
+    return " to ".join(ends)
+
+
+def _tokens(account: Account) -> str:
+    if not account.seconds:
+        return NONE
+    return _span(account.target_tokens / account.seconds_unhidden, account.tokens_per_second, short_count)
 
 
 def short_count(value: float) -> str:
