@@ -1,9 +1,9 @@
 """Threads enough for fake CPU devices.
 
-XLA runs each device's part of a program in a thread of one pool, and the parts wait for each other in collectives. The pool has
-as many threads as the machine has cores, or as there are devices if these are more: then a single thread that does anything
-else keeps the last device from coming, and after 40 seconds XLA ends the process ("only 7 of them arrived on time"). Seen with
-8 devices on 2 cores and 8 or 9 threads; not with 16.
+XLA runs each device's part of a program in a thread of one pool, and the parts wait for each other in collectives. The pool
+has as many threads as the machine has cores, or as there are devices if these are more: then a single thread that does
+anything else keeps the last device away, and after 40 seconds XLA ends the process ("only 7 of them arrived on time").
+Seen with 8 devices on 2 cores and 8 or 9 threads; not with 16.
 """
 
 from __future__ import annotations
