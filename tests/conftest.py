@@ -1,6 +1,8 @@
 """Set before jax is imported: 8 fake CPU devices, a compilation cache, and no silent broadcasting of ranks."""
 
+import atexit
 import os
+import shutil
 import sys
 import tempfile
 
@@ -15,14 +17,20 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
+# One cache for a run and all its processes, and none from run to run: XLA's programs for several CPU devices, read back
+# from it, may start collectives at once that were to follow each other, and then end the process ("Id can't be larger
+# than the number of participating threads").
+_CACHE = "PEREX_T5X_TEST_CACHE"
+if _CACHE not in os.environ:
+    os.environ[_CACHE] = tempfile.mkdtemp(prefix="perex_t5x_jax_cache_")
+    atexit.register(shutil.rmtree, os.environ[_CACHE], ignore_errors=True)
+
 import gin  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update(
-    "jax_compilation_cache_dir", os.path.join(tempfile.gettempdir(), f"perex_t5x_jax_cache_{os.getuid()}")
-)
+jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 

@@ -119,7 +119,9 @@ def _run_together(
 
     for one in todo:
         kept.clear_run(one)  # there are no checkpoints to go on from
-    if jax.config.jax_compilation_cache_dir is None:
+    # Programs for several fake devices, read back from it, may crash: their collectives get mixed up.
+    is_fake = jax.default_backend() == "cpu" and jax.device_count() > 1
+    if jax.config.jax_compilation_cache_dir is None and not is_fake:
         jax.config.update("jax_compilation_cache_dir", os.path.join(folder, ".jax_cache"))
     if todo:
         together.run_all(todo, folder, show, finished, parallel, stop, programs)
