@@ -1,6 +1,6 @@
 """Train transformers on TPU pods with optimizers that see every example's gradient."""
 
-from perex_t5x.fake_devices import reserve_threads
+from perex_t5x.hardware.devices import reserve_threads
 
 __version__ = "0.1.0"
 

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 
 from perex_t5x import gradients, per_example
 from perex_t5x.gradients import Gradient
+from perex_t5x.partitioning.param_shardings import Places
 from perex_t5x.per_example import GradStatistics
-from perex_t5x.places import Places
 
 if TYPE_CHECKING:
     from perex_t5x.trainer import Trainer, TrainState

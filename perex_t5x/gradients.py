@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from perex_t5x.per_example import GradStatistics, collectives, manual
+from perex_t5x.per_example import GradStatistics, collectives
+from perex_t5x.per_example.engine import shard_map
 
 Batch = Mapping[str, jax.Array]
 LossFn = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]  # (params, batch, keys, normalizer) -> (loss, sums)
@@ -107,7 +108,7 @@ def with_statistics(
       params, batch, keys_B: the loss's arguments for this device's rows.
       normalizer: W of the global batch.
     """
-    batch_size = keys_B.shape[0] * manual.num_devices(data_axes)
+    batch_size = keys_B.shape[0] * shard_map.num_devices(data_axes)
     # The engine's gradients are those of the examples' losses, so ℓ_i / (W/B) makes them (B/W) ∇ℓ_i.
     statistics, found = compute(params, batch, keys_B, normalizer / batch_size)
     kept_N = jnp.ones(found.values.shape, bool)

@@ -17,12 +17,12 @@ from absl import logging
 
 from perex_t5x import distributed
 from perex_t5x.checkpoints import Checkpointer
+from perex_t5x.cli.progress import Progress
 from perex_t5x.data.prefetch import prefetch
 from perex_t5x.errors import TrainingError
 from perex_t5x.evaluation import TrainEvaluator
 from perex_t5x.metrics import MetricSums, MetricsWriter, model_flops_utilization
 from perex_t5x.monitoring import shown
-from perex_t5x.progress import Progress
 from perex_t5x.trainer import Trainer, TrainState
 from perex_t5x.utils import DatasetConfig
 

@@ -17,7 +17,7 @@ from perex_t5x.gradients import Gradient
 from perex_t5x.monitoring import Monitor
 from perex_t5x.optimizers.learning_rate import drive_learning_rate, rate_of_built
 from perex_t5x.partitioning import PjitPartitioner, path_name
-from perex_t5x.places import Places
+from perex_t5x.partitioning.param_shardings import Places
 from perex_t5x.schedules import Schedule, as_schedule
 
 Batch = Mapping[str, jax.Array]

@@ -12,7 +12,7 @@ _FAST_COMPILES = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitte
 if "jax" in sys.modules and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     raise RuntimeError("jax was imported before tests/conftest.py could ask for 8 CPU devices")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAKE_DEVICES} {_FAST_COMPILES}".strip()
-os.environ.setdefault("PJRT_NPROC", "16")  # threads for them: perex_t5x/fake_devices.py says why
+os.environ.setdefault("PJRT_NPROC", "16")  # threads for them: perex_t5x/hardware/devices.py says why
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")

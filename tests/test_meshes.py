@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from perex_t5x import gin_utils
-from perex_t5x.preflight import step, topology
+from perex_t5x.hardware import topology
+from perex_t5x.preflight import step
 from tests import tiny
 
 FILES = ("models/tiny.gin", "runs/pretrain.gin")

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from perex_t5x.progress import Progress, _duration
+from perex_t5x.cli.progress import Progress, _duration
 
 
 class Clock:

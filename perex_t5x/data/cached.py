@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from perex_t5x.data import placement, stores
+from perex_t5x.data import device_batches, stores
 from perex_t5x.data.feed import EndOfData, Feed
 from perex_t5x.data.order import EpochOrder, MixedOrder
 from perex_t5x.data.rows import from_records
@@ -122,13 +122,13 @@ class CachedFeed(Feed):
             records = self._records(self._order.rows(np.arange(first, end)))
         return from_records(records, self._dtypes, last - first)
 
-    def batch(self, step: int, sharding: placement.Shardings | None = None) -> dict[str, Any]:
+    def batch(self, step: int, sharding: device_batches.Shardings | None = None) -> dict[str, Any]:
         if step < 0 or (self.num_steps is not None and step >= self.num_steps):
             raise EndOfData(f"step {step} of a feed of {self.num_steps} steps")
         start = step * self.batch_size
         if sharding is None:
             return self._read(start, start + self.batch_size)
-        return placement.place(lambda a, b: self._read(start + a, start + b), self.element_spec, sharding)
+        return device_batches.place(lambda a, b: self._read(start + a, start + b), self.element_spec, sharding)
 
     def _position(self, step: int) -> dict[str, Any]:
         return {

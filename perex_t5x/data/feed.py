@@ -13,7 +13,7 @@ from absl import logging
 
 from perex_t5x import distributed
 from perex_t5x.data import lookup
-from perex_t5x.data.placement import Shardings
+from perex_t5x.data.device_batches import Shardings
 from perex_t5x.errors import ConfigError
 from perex_t5x.seeds import draw_seed
 from perex_t5x.utils import FEEDS

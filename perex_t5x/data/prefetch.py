@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from perex_t5x.data.device_batches import Shardings
 from perex_t5x.data.feed import EndOfData, Feed
-from perex_t5x.data.placement import Shardings
 
 
 class prefetch(Iterator):  # noqa: N801 (used like a function: `for step, batch in prefetch(...)`)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from perex_t5x.data import placement
+from perex_t5x.data import device_batches
 from perex_t5x.data.feed import EndOfData, Feed
 from perex_t5x.data.rows import vocabulary_key
 from perex_t5x.errors import ConfigError
@@ -31,7 +31,7 @@ def data_shard(sharding: jax.sharding.Sharding, batch_size: int, process: int) -
     """
     rows_of: dict[int, set[tuple[int, int]]] = collections.defaultdict(set)
     for device, index in sharding.devices_indices_map((batch_size, 1)).items():
-        rows_of[device.process_index].add(placement.row_range(index, batch_size))
+        rows_of[device.process_index].add(device_batches.row_range(index, batch_size))
     ranges = {p: (min(r)[0], max(b for _, b in r)) for p, r in rows_of.items()}
     distinct = sorted(set(ranges.values()))
     parts = len(distinct)
@@ -114,7 +114,7 @@ class StreamingFeed(Feed):
         options.deterministic = True
         return ds.with_options(options)
 
-    def _start(self, sharding: placement.Shardings | None) -> None:
+    def _start(self, sharding: device_batches.Shardings | None) -> None:
         shards = (1, 0)
         if self._repeat and jax.process_count() > 1:
             if sharding is None:
@@ -149,7 +149,7 @@ class StreamingFeed(Feed):
             }
         return rows
 
-    def batch(self, step: int, sharding: placement.Shardings | None = None) -> dict[str, Any]:
+    def batch(self, step: int, sharding: device_batches.Shardings | None = None) -> dict[str, Any]:
         with self._lock:
             if self._iterator is None or (step == 0 and not self._repeat):
                 self._start(sharding)
@@ -168,7 +168,7 @@ class StreamingFeed(Feed):
             return rows
         parts, mine = self._shards
         offset = mine * (self.batch_size // parts)
-        return placement.place(
+        return device_batches.place(
             lambda a, b: {name: x[a - offset : b - offset] for name, x in rows.items()},
             self.element_spec,
             sharding,

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from perex_t5x.distributed import aborts, place, rendezvous, sameness
+from perex_t5x.distributed import aborts, consistency, process_info, rendezvous
 from perex_t5x.distributed import store as store_lib
 from perex_t5x.distributed.group import Group
 from perex_t5x.errors import ConfigError, TrainingError
@@ -29,7 +29,7 @@ HEARTBEAT_TIMEOUT = 100
 PHASE_TIMEOUT = 3600
 
 _group: Group | None = None
-_place: place.Place | None = None
+_place: process_info.Place | None = None
 
 
 def connect(
@@ -41,7 +41,7 @@ def connect(
     initialization_timeout: int = INITIALIZATION_TIMEOUT,
     heartbeat_timeout: int = HEARTBEAT_TIMEOUT,
     phase_timeout: int = PHASE_TIMEOUT,
-) -> place.Place | None:
+) -> process_info.Place | None:
     """Joins the other processes, if there are any, and starts to watch them. Before the first use of a device.
 
     Args:
@@ -63,7 +63,7 @@ def connect(
     for flag, value in seconds.items():
         if value < 1:
             raise ConfigError(f"{flag}={value}: give at least 1 second.")
-    where = place.find(
+    where = process_info.find(
         coordinator_address,
         process_count,
         process_index,
@@ -162,7 +162,7 @@ def check_same(topic: str, items: Mapping[str, str]) -> None:
     """Raises `ConfigError` in all processes, naming who differs in what, unless all call it with the same items."""
     if _group is not None:
         with _explained(topic):
-            sameness.check(_group.store, topic, items, _group.index, _group.hosts, _group.phase_timeout)
+            consistency.check(_group.store, topic, items, _group.index, _group.hosts, _group.phase_timeout)
 
 
 def failing(error: BaseException) -> None:

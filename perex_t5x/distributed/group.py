@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from perex_t5x.distributed import judge
-from perex_t5x.distributed.judge import Beat, Judge, Verdict
+from perex_t5x.distributed import watchdog
 from perex_t5x.distributed.stopping import Stopping
+from perex_t5x.distributed.watchdog import Beat, Judge, Verdict
 
 _LINGER_SECONDS = 5.0  # that process 0, which holds the store, waits for the others to have read why
 
@@ -78,7 +78,7 @@ class Group:
     def failing(self, message: str, status: int) -> None:
         """The main thread has an error and cleans up. If it is not done in time, the watchdog ends this process."""
         if self._failure is None:
-            verdict = judge.stopped(self.index, self.hosts[self.index], message, status)
+            verdict = watchdog.stopped(self.index, self.hosts[self.index], message, status)
             self._failure = (time.monotonic(), verdict)
 
     def wait_for_verdict(self) -> None:
@@ -87,7 +87,7 @@ class Group:
         Does not return if there is one: the watchdog then ends this process.
         """
         self._trouble = True
-        time.sleep(min(self.timeout, judge.TROUBLE_SECONDS) + 4 * self._interval)
+        time.sleep(min(self.timeout, watchdog.TROUBLE_SECONDS) + 4 * self._interval)
 
     def leave(self, message: str, status: int, shown: str | None = None) -> None:
         """Ends this process, and with it all others, which say 'process i (host) stopped: message'.
@@ -97,7 +97,7 @@ class Group:
           status: the exit status, of all.
           shown: printed here; None: nothing, it is already.
         """
-        self._end(judge.stopped(self.index, self.hosts[self.index], message, status), shown or "")
+        self._end(watchdog.stopped(self.index, self.hosts[self.index], message, status), shown or "")
 
     # --- threads ------------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class Group:
             if waited > self.timeout:
                 if self._failure is not None:
                     self._end(self._failure[1])
-                self._end(judge.silent(0, self.hosts[0], waited))
+                self._end(watchdog.silent(0, self.hosts[0], waited))
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -198,4 +198,4 @@ class Group:
                 time.sleep(0.05)
 
     def coordinator_gone(self) -> Verdict:
-        return judge.vanished(0, self.hosts[0])
+        return watchdog.vanished(0, self.hosts[0])

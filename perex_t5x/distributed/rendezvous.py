@@ -14,7 +14,7 @@ import socket
 import time
 from typing import Any
 
-from perex_t5x.distributed.place import Place
+from perex_t5x.distributed.process_info import Place
 from perex_t5x.errors import ConfigError
 
 _GREETING = "perex_t5x rendezvous 1"

@@ -18,12 +18,12 @@ from typing import Any
 
 from absl import flags
 
-from perex_t5x import cli, console
+from perex_t5x import cli
+from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError
-from perex_t5x.experiments import command
-from perex_t5x.experiments.folder import write_atomically
-from perex_t5x.experiments.runs import FAILED, absolute
-from perex_t5x.experiments.sweep import Sweep
+from perex_t5x.experiments.sweep import Sweep, command
+from perex_t5x.experiments.sweep.directory import write_atomically
+from perex_t5x.experiments.sweep.runs import FAILED, absolute
 
 _QUICK_EXTENSIONS = 1
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import perex_t5x
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.launching import estimate, leftovers, names, package, refusals
-from perex_t5x.launching.commands import Commands, Completed
-from perex_t5x.launching.jobs import Job
+from perex_t5x.launching import bundle, estimate, leftovers, names, refusals
 from perex_t5x.launching.request import Request
+from perex_t5x.launching.shell import Commands, Completed
+from perex_t5x.launching.spec import Job
 
 
 def say(text: str) -> None:
@@ -39,7 +39,7 @@ def check_gin(request: Request, commands: Commands) -> None:
         return  # the check needs files that a dry run does not write
     say(f"checking the Gin files on {devices} fake device(s)")
     with tempfile.TemporaryDirectory() as folder:
-        package.write_jobs(request.work, folder, commands)
+        bundle.write_jobs(request.work, folder, commands)
         argv = _python(request, "perex_t5x.launching.gin_check", f"--jobs={folder}/jobs.json", f"--devices={devices}")
         done = commands.run(argv, check=False)
     if done.returncode == 2 and done.stdout.strip():
@@ -92,7 +92,7 @@ def _preflight_one(request: Request, job: Job, commands: Commands) -> float | No
         commands.run(argv)
         return None
     with tempfile.TemporaryDirectory() as folder:  # of this launch alone
-        package.write_jobs(request.work, folder, commands)
+        bundle.write_jobs(request.work, folder, commands)
         path = os.path.join(folder, "preflight.json")
         return _compiled(request, job, commands.run([*argv, f"--json={path}"], check=False, cwd=folder), path)
 
@@ -186,7 +186,7 @@ def summary(request: Request, cost: estimate.Estimate, commit: str, where: str) 
     tier = "spot, may be taken away at any time" if request.spot else request.reservation or "on demand"
     if request.reserved:
         tier = "of the project's reservation"
-    along = package.uncommitted([*work.gin_files.values(), *request.with_package])
+    along = bundle.uncommitted([*work.gin_files.values(), *request.with_package])
     return "\n".join(
         [
             "",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from perex_t5x.launching.accelerators import Slice
-from perex_t5x.launching.jobs import Job
+from perex_t5x.hardware.accelerators import Slice
+from perex_t5x.launching.spec import Job
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from perex_t5x import cli, console
+from perex_t5x import cli
+from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError
-from perex_t5x.launching.jobs import Job, Work
+from perex_t5x.launching.spec import Job, Work
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         jobs = Work.from_json(f.read()).jobs
     os.chdir(os.path.dirname(os.path.abspath(options.jobs)))
     console.set_up(quiet=True)
-    from perex_t5x.preflight import topology
+    from perex_t5x.hardware import topology
 
     topology.use_cpu_backend(options.devices)
     console.import_tensorflow_quietly()
@@ -45,8 +46,8 @@ def one_a_group(jobs: Sequence[Job]) -> list[Job]:
 def _slip(job: Job) -> str | None:
     from perex_t5x import gin_utils
     from perex_t5x import train as train_script
-    from perex_t5x.experiments import configuration
-    from perex_t5x.experiments.runs import Run
+    from perex_t5x.experiments.sweep import configuration
+    from perex_t5x.experiments.sweep.runs import Run
 
     _configure_data(job)
     sys.modules["__main__"].train = train_script.train  # ported files say `import __main__ as train_script`

@@ -20,9 +20,10 @@ from typing import Any
 from absl import flags
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.launching import names, package, program
-from perex_t5x.launching.commands import CommandError, Commands
-from perex_t5x.launching.jobs import Work
+from perex_t5x.launching import bundle as package
+from perex_t5x.launching import names, program
+from perex_t5x.launching.shell import CommandError, Commands
+from perex_t5x.launching.spec import Work
 
 FILES = ("launch/Dockerfile", "launch/.dockerignore")
 _REPOSITORY = re.compile(r"[a-z0-9.-]+(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)+")

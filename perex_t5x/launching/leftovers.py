@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from perex_t5x.launching.commands import Commands
+from perex_t5x.launching.shell import Commands
 
 # In the words of gcloud and kubectl. No looser: a tool that breaks with FileNotFoundError has deleted nothing.
 GONE = r"\bNOT_FOUND\b|\(NotFound\)|\b(was|were|be) not found\b|\bcould not be found\b"

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from perex_t5x.launching import names
-from perex_t5x.launching.jobs import Job
+from perex_t5x.launching.spec import Job
 
 FILE = "finished.json"
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from absl import app, flags
 
-from perex_t5x import cli, console, gin_utils
+from perex_t5x import cli, gin_utils
+from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.launching.commands import Commands
 from perex_t5x.launching.leftovers import Leftovers
+from perex_t5x.launching.shell import Commands
 
-_SHOWN = ("perex_t5x.launching.request", "perex_t5x.experiments.command", "perex_t5x.cli")
+_SHOWN = ("perex_t5x.launching.request", "perex_t5x.experiments.sweep.command", "perex_t5x.cli")
 
 
 def run(
@@ -29,7 +30,7 @@ def run(
     Exit status: 0 done; 2 a slip, before anything was created; 1 it could not go on; 130 stopped by Ctrl-C or SIGTERM.
     The notes of an exception, such as what `Leftovers` could not delete, are the last lines of stderr.
     """
-    from perex_t5x.experiments.command import rewritten
+    from perex_t5x.experiments.sweep.command import rewritten
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     show_in_help(usage, module)

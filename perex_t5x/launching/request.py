@@ -10,14 +10,14 @@ from absl import flags
 
 from perex_t5x import cli
 from perex_t5x.errors import ConfigError
-from perex_t5x.launching import jobs, names, package
-from perex_t5x.launching.accelerators import Slice
-from perex_t5x.launching.commands import Commands
+from perex_t5x.hardware.accelerators import Slice
+from perex_t5x.launching import bundle, names, spec
+from perex_t5x.launching.shell import Commands
 
 
 def define_flags() -> None:
     """Defines the launchers' flags, on top of those of `perex_t5x.train` and of sweeps."""
-    from perex_t5x.experiments import command
+    from perex_t5x.experiments.sweep import command
 
     cli.define_flags()
     command.define_sweep_flags()
@@ -60,7 +60,7 @@ class Request:
     """
 
     name: str
-    work: jobs.Work | None
+    work: spec.Work | None
     slice: Slice | None
     slices: int
     project: str | None
@@ -96,8 +96,8 @@ class Request:
             names.check_name(args.name)
         if not with_work and args.name is None:
             raise ConfigError("which launch? Give its --name=...")
-        package.check_packages(args.with_package)
-        work = jobs.make(args) if with_work else None
+        bundle.check_packages(args.with_package)
+        work = spec.make(args) if with_work else None
         topology = args.topology or (work and work.topology)
         if with_work and needs_slice and not topology:
             raise ConfigError(

@@ -23,9 +23,9 @@ from typing import IO, Any
 
 from perex_t5x import cli
 from perex_t5x.errors import ConfigError
-from perex_t5x.experiments import processes
+from perex_t5x.experiments.sweep import processes
 from perex_t5x.launching import host, marks
-from perex_t5x.launching.jobs import Job, Work
+from perex_t5x.launching.spec import Job, Work
 
 EXIT_SOME_FAILED = 3
 EXIT_BUSY = 4

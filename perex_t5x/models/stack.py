@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from perex_t5x import gathering, partitioning
+from perex_t5x import partitioning
 from perex_t5x.models.attention import LayerContext
 from perex_t5x.models.config import REMAT_POLICIES, T5Config
+from perex_t5x.partitioning import gather
 
 
 def apply_layers(
@@ -25,7 +26,7 @@ def apply_layers(
     """
     policy = REMAT_POLICIES[config.remat_policy]
     if partitioning.holds_parts() and config.remat_policy in ("none", "everything_saveable"):
-        policy = gathering.keep_all_but_gathered  # else all layers' parameters would be kept whole
+        policy = gather.keep_all_but_gathered  # else all layers' parameters would be kept whole
     if policy is not None and context.mode == "train":
         # A scan's body cannot be merged with its own recomputation; unrolled layers could be, and must not.
         layer_cls = nn.remat(layer_cls, policy=policy, prevent_cse=not config.scan_layers)

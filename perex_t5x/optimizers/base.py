@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from perex_t5x.optimizers.agreement import SCALING, Scaling, agreeing, at_least_float32
+from perex_t5x.optimizers.chain_compat import SCALING, Scaling, agreeing, at_least_float32
 from perex_t5x.optimizers.checks import check_number, check_statistics, refuse_multi_steps
 from perex_t5x.optimizers.learning_rate import drive_learning_rate
 from perex_t5x.per_example.results import GradStatistics

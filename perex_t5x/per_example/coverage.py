@@ -8,9 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from perex_t5x.per_example.arguments import Selected
+from perex_t5x.per_example.engine.arguments import Selected
 from perex_t5x.per_example.grad_statistics import grad_statistics
-from perex_t5x.per_example.kernels.use import NOT_FOR_TPUS
+from perex_t5x.per_example.kernels.dispatch import NOT_FOR_TPUS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Row:
     """One parameter.
 
     Attributes:
-      form: see `perex_t5x.per_example.forms`.
+      form: see `perex_t5x.per_example.reductions.reducer`.
       transient_bytes: of gradients held while it is reduced.
       note: why it is not a better form.
       kernel: why TPUs have XLA's form and not the kernel; '' where they have the kernel, None where there is none.

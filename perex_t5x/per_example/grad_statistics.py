@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from perex_t5x.per_example.accumulate import Account, accumulate, finish
-from perex_t5x.per_example.arguments import Roles, parameter_filter
-from perex_t5x.per_example.call import Call, Inputs, Options
-from perex_t5x.per_example.methods import METHODS
+from perex_t5x.per_example.engine.accumulate import Account, accumulate, finish
+from perex_t5x.per_example.engine.arguments import Roles, parameter_filter
+from perex_t5x.per_example.engine.references import METHODS
+from perex_t5x.per_example.engine.request import Call, Inputs, Options
 from perex_t5x.per_example.results import GradStatistics, PerExample
 from perex_t5x.per_example.statistic import Statistic, as_statistics
 
@@ -62,9 +62,9 @@ def grad_statistics(
       argnums, batch_argnums: what is differentiated, and what has an axis of examples.
       has_aux: whether the loss returns (loss, aux).
       group_size: b consecutive examples form one unit.
-      microbatch_size: examples at a time; None: all; 'auto': see `perex_t5x.per_example.microbatch`. Changes no number
-        beyond rounding.
-      unit: 'example'; or 'token': one application position of a weight (`perex_t5x.per_example.tokens`).
+      microbatch_size: examples at a time; None: all; 'auto': see `perex_t5x.per_example.engine.microbatch`.
+        Changes no number beyond rounding.
+      unit: 'example'; or 'token': one application position of a weight (`perex_t5x.per_example.reductions.tokens`).
       token_fallback: with unit='token', take the example as the unit where a parameter has no positions; else an error.
       reduction: what the batch loss is of the examples' losses: their 'mean', or their 'sum' (then g_i = B ∇ℓ_i).
       rng_argnums: PRNG keys; example i gets fold_in(key, i).

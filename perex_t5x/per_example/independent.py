@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from perex_t5x.per_example import jaxprs
-from perex_t5x.per_example.arguments import Roles, num_examples
+from perex_t5x.per_example.engine import jaxprs
+from perex_t5x.per_example.engine.arguments import Roles, num_examples
 
 # What a sum over examples may pass through on its way to the loss: linear, or moving elements.
 _LINEAR = {

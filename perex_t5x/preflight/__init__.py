@@ -7,20 +7,20 @@ from typing import Any
 
 # Looked up when they are used: the names of chips and slices are also wanted where JAX is not.
 _MODULES = {
-    "CHIPS": "chips",
-    "Chip": "chips",
-    "Collective": "hlo",
-    "DoesNotFitError": "step",
-    "Program": "hlo",
-    "StepReport": "step",
-    "build": "step",
-    "canonical_topology": "slice_names",
-    "chip": "chips",
-    "chip_of": "chips",
-    "compile_step": "step",
-    "known_topologies": "slice_names",
-    "report": "step",
-    "tpu_devices": "topology",
+    "CHIPS": "hardware.chips",
+    "Chip": "hardware.chips",
+    "Collective": "preflight.hlo.program",
+    "DoesNotFitError": "preflight.step",
+    "Program": "preflight.hlo.program",
+    "StepReport": "preflight.step",
+    "build": "preflight.step",
+    "canonical_topology": "hardware.slices",
+    "chip": "hardware.chips",
+    "chip_of": "hardware.chips",
+    "compile_step": "preflight.step",
+    "known_topologies": "hardware.slices",
+    "report": "preflight.step",
+    "tpu_devices": "hardware.topology",
 }
 
 __all__ = sorted(_MODULES)
@@ -29,4 +29,4 @@ __all__ = sorted(_MODULES)
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"perex_t5x.{_MODULES[name]}"), name)

@@ -31,12 +31,13 @@ def _main(args: Any) -> int:
         _check_writable(path)
     command.start(args)
     # Only now: these look for a device when they are imported.
-    from perex_t5x.preflight import account, cache, cases, kept, page, place, search, step, terminal, working
+    from perex_t5x.cli import spinner
+    from perex_t5x.preflight import account, cases, kept, page, place, report_cache, search, step, terminal
 
     columns = cases.cases(args.gin_file, args.gin_bindings, args.gin_search_paths, args.compare)
     # It cannot read programs for devices that are not there, and would warn of each.
     jax.config.update("jax_enable_compilation_cache", False)
-    compiler, line = cache.Compiler(kept.default_folder()), working.Working()
+    compiler, line = report_cache.Compiler(kept.default_folder()), spinner.Working()
     accounts, searches = [], []
     for case in columns:
         case.parse()

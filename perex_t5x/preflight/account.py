@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from perex_t5x.cli.spinner import Working
 from perex_t5x.metrics import model_flops_utilization
 from perex_t5x.preflight import forms, memory, network_time, plain, table
-from perex_t5x.preflight.cache import Compiler
 from perex_t5x.preflight.forms import ParameterForm
 from perex_t5x.preflight.place import Place
+from perex_t5x.preflight.report_cache import Compiler
 from perex_t5x.preflight.step import DoesNotFitError, StepReport
-from perex_t5x.preflight.working import Working
 
 if TYPE_CHECKING:
     from perex_t5x.trainer import Trainer

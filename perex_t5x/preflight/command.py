@@ -8,9 +8,10 @@ from typing import Any
 
 from absl import app, flags
 
-from perex_t5x import cli, console, gin_utils
+from perex_t5x import cli, gin_utils
+from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.preflight import topology
+from perex_t5x.hardware import topology
 
 
 def define_flags() -> None:

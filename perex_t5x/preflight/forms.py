@@ -22,7 +22,7 @@ class ParameterForm:
     Attributes:
       parameter: its name.
       shape: of the part that one device has over the data axes.
-      form: see `perex_t5x.per_example.forms`.
+      form: see `perex_t5x.per_example.reductions.reducer`.
       norm_form: its form in the pass for the norms, where clipping or skipping needs one; else ''.
       transient_bytes: held at a time, on one device.
       note: why it is not a better form.

@@ -37,7 +37,7 @@ def _versions() -> tuple[str, ...]:
 @functools.cache
 def _reader() -> str:
     """Of the files of this package: what they find is kept for as long as they stay the same."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
 
 

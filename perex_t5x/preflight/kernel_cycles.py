@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perex_t5x.per_example.kernels import products
+from perex_t5x.hardware.chips import Chip
+from perex_t5x.per_example.kernels import matmul
 from perex_t5x.preflight import bundles, kept
-from perex_t5x.preflight.chips import Chip
-from perex_t5x.preflight.hlo import Program
+from perex_t5x.preflight.hlo.program import Program
 from perex_t5x.preflight.kernel_text import Kernel, is_kernel, kernel_of
 
 _log = logging.getLogger(__name__)
@@ -94,15 +94,15 @@ def schedule_cycles(kernel: Kernel, text: str) -> int:
     """Cycles of a kernel's schedule; of a kernel that is not ours, conditional parts count at every step of the grid."""
     schedule = bundles.parse(text)
     shares: Sequence[float] | None = None
-    if kernel.name == products.NAME:
-        shares = products.shares(*bundles.chunks_of(schedule))
+    if kernel.name == matmul.NAME:
+        shares = matmul.shares(*bundles.chunks_of(schedule))
     return schedule.cycles(shares if shares is not None and len(shares) == len(schedule.parts) else None)
 
 
 def _main(topology: str, wanted: str, dump: str, found: str) -> None:
     import jax
 
-    from perex_t5x.preflight.topology import tpu_devices
+    from perex_t5x.hardware.topology import tpu_devices
 
     place = jax.sharding.SingleDeviceSharding(tpu_devices(topology)[0])
     results = []

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from perex_t5x.preflight.hlo_text import Instruction, shape_arrays
+from perex_t5x.preflight.hlo.text import Instruction, shape_arrays
 
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}\)")

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from perex_t5x.preflight.chips import Chip
-from perex_t5x.preflight.hlo import DCN, ICI, Collective
+from perex_t5x.hardware.chips import Chip
+from perex_t5x.preflight.hlo.program import DCN, ICI, Collective
 
 
 def seconds(collectives: Iterable[Collective], chip: Chip) -> dict[str, float]:
     """Network -> seconds a step, one collective after another.
 
-    >>> from perex_t5x.preflight.chips import chip
+    >>> from perex_t5x.hardware.chips import chip
     >>> gather = Collective("all-gather", "g", 10**9, 1, ("data",), (10,), 10, ICI, group_size=16)
     >>> seconds([gather], chip("v5e"))
     {'ICI': 0.09375, 'DCN': 0.0}

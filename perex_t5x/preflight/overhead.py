@@ -32,9 +32,9 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
-from perex_t5x import console
+from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError
-from perex_t5x.preflight import topology
+from perex_t5x.hardware import topology
 
 PLAIN, VMAP, MICRO_GRAD, SURGERY, KERNELS = "plain", "vmap", "micro_grad", "surgery", "surgery + kernels"
 WAYS = (PLAIN, VMAP, MICRO_GRAD, SURGERY, KERNELS)
@@ -241,10 +241,11 @@ def _main(args: Any) -> None:
     console.set_up()
     topology.use_cpu_backend()
     console.import_tensorflow_quietly()
-    from perex_t5x.preflight import cache, kept, working
+    from perex_t5x.cli import spinner
+    from perex_t5x.preflight import kept, report_cache
 
     found: list[Row] = []
-    for row in rows(models, chips, cache.Compiler(kept.default_folder()), working.Working()):
+    for row in rows(models, chips, report_cache.Compiler(kept.default_folder()), spinner.Working()):
         found.append(row)
         ratio = (
             "does not fit" if row.cycles is None else f"cycles {row.cycles_ratio:.3f}, temporaries {row.temp_ratio:.3f}"

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.preflight import topology
-from perex_t5x.preflight.chips import CHIPS, Chip
+from perex_t5x.hardware import topology
+from perex_t5x.hardware.chips import CHIPS, Chip
 
 
 @dataclass(frozen=True)

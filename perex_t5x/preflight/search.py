@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from perex_t5x.cli.spinner import Working
 from perex_t5x.errors import ConfigError
 from perex_t5x.preflight import memory
-from perex_t5x.preflight.cache import Compiler
 from perex_t5x.preflight.cases import Case
 from perex_t5x.preflight.place import Place
+from perex_t5x.preflight.report_cache import Compiler
 from perex_t5x.preflight.step import DoesNotFitError
 from perex_t5x.preflight.table import format_bytes
-from perex_t5x.preflight.working import Working
 
 if TYPE_CHECKING:
     from perex_t5x.trainer import Trainer

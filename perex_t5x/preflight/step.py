@@ -21,10 +21,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from perex_t5x import console, gin_utils
+from perex_t5x import gin_utils
+from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.preflight.chips import Chip, chip_of
-from perex_t5x.preflight.hlo import Collective, Program
+from perex_t5x.hardware.chips import Chip, chip_of
+from perex_t5x.preflight.hlo.program import Collective, Program
 from perex_t5x.preflight.kernel_cycles import kernel_cycles
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from perex_t5x.per_example.coverage import kernel_cell
 from perex_t5x.preflight import table
 from perex_t5x.preflight.account import Account
 from perex_t5x.preflight.forms import ParameterForm
-from perex_t5x.preflight.hlo import DCN, ICI
+from perex_t5x.preflight.hlo.program import DCN, ICI
 from perex_t5x.preflight.table import format_bytes
 
 Line = tuple[str, list[str]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from perex_t5x.preflight.hlo import Collective
+from perex_t5x.preflight.hlo.program import Collective
 
 if TYPE_CHECKING:
     from perex_t5x.trainer import Trainer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import seqio
 
-from perex_t5x.data import make_feed, placement, stores, tasks
+from perex_t5x.data import device_batches, make_feed, stores, tasks
 from perex_t5x.data.feed import EndOfData, batch_spec
 from perex_t5x.data.prefetch import prefetch
 from perex_t5x.errors import ConfigError
@@ -69,7 +69,7 @@ def test_every_mesh_gets_the_same_global_batch(feed, shardings, data, model):
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 def test_hosts_read_their_own_rows_once(feed, shardings, monkeypatch, hosts):
     """As on several hosts: shards of `hosts` row ranges, each read once for all features."""
-    monkeypatch.setattr(placement, "_holds_all_rows", lambda shardings: False)
+    monkeypatch.setattr(device_batches, "_holds_all_rows", lambda shardings: False)
     reads = []
     read = feed._read
     monkeypatch.setattr(feed, "_read", lambda a, b: reads.append((a, b)) or read(a, b))

@@ -1,6 +1,6 @@
 """Who is to blame, by a clock that the tests turn."""
 
-from perex_t5x.distributed.judge import TROUBLE_SECONDS, Beat, Judge, Verdict
+from perex_t5x.distributed.watchdog import TROUBLE_SECONDS, Beat, Judge, Verdict
 
 HOSTS = ["a", "b", "c"]
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from perex_t5x.distributed import place
+from perex_t5x.distributed import process_info
 from perex_t5x.errors import ConfigError
 
 NO_CLUSTER = (None, None, None, None)
 
 
 def find(*flags, environ=None, cluster=NO_CLUSTER, **options):
-    return place.find(*flags, environ=environ or {}, detect=lambda method, seconds: cluster, **options)
+    return process_info.find(*flags, environ=environ or {}, detect=lambda method, seconds: cluster, **options)
 
 
 def test_alone():
@@ -43,7 +43,7 @@ def test_slurm_is_detected_by_jax(monkeypatch):
     values = {"JOB_ID": "70", "STEP_NODELIST": "node[001-004]", "NTASKS": "4", "PROCID": "3", "LOCALID": "0"}
     for name, value in values.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    here = place.find(environ={})
+    here = process_info.find(environ={})
     assert (here.address, here.count, here.index, here.source) == ("node001:61510", 4, 3, "the cluster")
 
 
@@ -71,6 +71,6 @@ def test_a_cluster_that_cannot_be_asked():
         raise RuntimeError("403 - forbidden")
 
     with pytest.raises(ConfigError, match=r"403 - forbidden.*--cluster_detection=off"):
-        place.find(environ={}, detect=detect)
+        process_info.find(environ={}, detect=detect)
     with pytest.raises(ConfigError, match="--cluster_detection=mpi4py: JAX finds no such cluster"):
         find(detection="mpi4py")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from perex_t5x.distributed import rendezvous
-from perex_t5x.distributed.place import Place
+from perex_t5x.distributed.process_info import Place
 from perex_t5x.errors import ConfigError
 
 

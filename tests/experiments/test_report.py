@@ -6,22 +6,13 @@ import subprocess
 import sys
 
 import pytest
-from report_support import basin_runs, scaling_runs, write_run, write_sweep
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.experiments import report
-from perex_t5x.experiments.report import (
-    basins,
-    collapse_plot,
-    dataset,
-    drawing,
-    folders,
-    gin_text,
-    learning_curves,
-    noise,
-)
+from perex_t5x.experiments.report import basins, collapse_plot, curves, dataset, drawing, folders, gin_text, noise
 from perex_t5x.experiments.report.__main__ import main
 from perex_t5x.experiments.report.plot import LeftOut
+from tests.experiments.report_support import basin_runs, scaling_runs, write_run, write_sweep
 
 pytest.importorskip("vl_convert", reason="vl-convert-python is not installed (extra 'reports')")
 
@@ -70,7 +61,7 @@ def test_one_seed_is_said(tmp_path):
     write_sweep(tmp_path, scaling_runs(0.05, "sqrt", seeds=(0,)), rule="sqrt")
     data = data_of(tmp_path)
     assert "With one seed there is no collapse number" in collapse_plot.collapse_plot(data).sentence
-    assert "One seed" in learning_curves.learning_curves(data).sentence
+    assert "One seed" in curves.learning_curves(data).sentence
 
 
 def test_basins_find_the_best_rates_and_warn_at_edges(tmp_path):
@@ -88,7 +79,7 @@ def test_basins_find_the_best_rates_and_warn_at_edges(tmp_path):
     write_sweep(tmp_path / "edge", basin_runs({"adamw": 0.016}))
     (warning,) = basins.rate_loss_basins(data_of(tmp_path / "edge")).warnings
     assert "best rate, 0.016, lies on the edge" in warning
-    shown = learning_curves.learning_curves(data)
+    shown = curves.learning_curves(data)
     best = {data.groups[row[0]].label for row in shown.rows if row[-1]}
     assert best == {"adamw, rate 0.004", "micro_adam, rate 0.016"}
 
@@ -133,7 +124,7 @@ def test_a_folder_of_plain_runs_finds_its_axes(tmp_path):
 def test_a_failed_seed_does_not_end_the_mean(tmp_path):
     runs = [{"values": {"seed": s}, "seed": s, "diverge_at": 40 if s == 2 else None} for s in range(3)]
     data = data_of(write_sweep(tmp_path, runs))
-    rows = [row for row in learning_curves.learning_curves(data).rows if row[1] == "validation"]
+    rows = [row for row in curves.learning_curves(data).rows if row[1] == "validation"]
     assert rows[-1][4] == 100 and rows[-1][8] == 2
     html = report.make([str(tmp_path)])
     assert "diverged at step 40" in html and "1 failed" in html

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.experiments import axes, studies, study
+from perex_t5x.experiments import studies, study
 from perex_t5x.experiments.report import folders
-from perex_t5x.experiments.runs import Result, Run
 from perex_t5x.experiments.studies import execution, overhead, preconditioner, signs, tuning
 from perex_t5x.experiments.studies.base import arms
-from perex_t5x.experiments.sweep import Sweep
+from perex_t5x.experiments.sweep import Sweep, axes
+from perex_t5x.experiments.sweep.runs import Result, Run
 from tests.experiments import report_support
 from tests.experiments.sweep_support import BINDINGS
 

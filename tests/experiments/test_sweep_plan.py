@@ -6,8 +6,8 @@ import shlex
 import pytest
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.experiments.folder import Folder
 from perex_t5x.experiments.sweep import Sweep
+from perex_t5x.experiments.sweep.directory import Folder
 from tests.experiments.sweep_support import FILES, plan
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from perex_t5x import utils
 from perex_t5x.errors import ConfigError
-from perex_t5x.experiments import configuration, rules
+from perex_t5x.experiments.sweep import configuration, rules
 from tests.experiments.sweep_support import plan
 
 

@@ -10,9 +10,8 @@ import time
 import pytest
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.experiments import program, summary
-from perex_t5x.experiments.folder import Folder
-from perex_t5x.experiments.sweep import Sweep
+from perex_t5x.experiments.sweep import Sweep, program, summary
+from perex_t5x.experiments.sweep.directory import Folder
 from tests import tiny
 from tests.experiments.sweep_support import BINDINGS, FILES, plan, rows, sweep_command
 

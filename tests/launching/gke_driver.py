@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-from perex_t5x.launching import jobs
+from perex_t5x.launching import spec
 from perex_t5x.launching.gke import command
 
 
@@ -12,14 +12,14 @@ def made(args):
     """As many runs as $RUNS says, which write to --dir."""
     root = args.dir or "gs://bucket/sweeps/sqrt"
     runs = [
-        jobs.Job(f"run{n}", ("-m", "perex_t5x.train", *args.gin_bindings), f"{root}/runs/run{n}")
+        spec.Job(f"run{n}", ("-m", "perex_t5x.train", *args.gin_bindings), f"{root}/runs/run{n}")
         for n in range(int(os.environ.get("RUNS", "1")))
     ]
     gin_files = json.loads(os.environ.get("GIN_FILES", "{}"))
-    return jobs.Work(root.rpartition("/")[2], root, tuple(runs), sweep={}, gin_files=gin_files)
+    return spec.Work(root.rpartition("/")[2], root, tuple(runs), sweep={}, gin_files=gin_files)
 
 
 if __name__ == "__main__":
-    jobs.make = made
+    spec.make = made
     command._check = lambda *_: print("checked", file=sys.stderr)
     command.main()

@@ -559,13 +559,13 @@ def test_slips(cluster, argv, words):
 
 
 def test_the_confirmation_shows_what_runs_side_by_side(monkeypatch, tmp_path, capsys):
-    from perex_t5x.launching import checks, estimate, jobs
-    from perex_t5x.launching.accelerators import Slice
-    from perex_t5x.launching.commands import Commands
+    from perex_t5x.hardware.accelerators import Slice
+    from perex_t5x.launching import checks, estimate, spec
     from perex_t5x.launching.gke import command, options
     from perex_t5x.launching.gke.cluster import Cluster
     from perex_t5x.launching.gke.shape import Shape
     from perex_t5x.launching.request import Request
+    from perex_t5x.launching.shell import Commands
 
     asked = []
     monkeypatch.setattr(checks, "check_gin", lambda *_: asked.append("gin"))
@@ -574,7 +574,7 @@ def test_the_confirmation_shows_what_runs_side_by_side(monkeypatch, tmp_path, ca
     (tmp_path / "gcloud").write_text("#!/bin/sh\necho my-project-1\n")
     (tmp_path / "gcloud").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    work = jobs.Work("a", "gs://b/a", (jobs.Job("r", ("-m", "perex_t5x.train"), "gs://b/a/runs/r"),), sweep={})
+    work = spec.Work("a", "gs://b/a", (spec.Job("r", ("-m", "perex_t5x.train"), "gs://b/a/runs/r"),), sweep={})
     fields = {name: None for name in Request.__dataclass_fields__} | {"with_package": ()}
     request = Request(**fields | {"name": "a", "work": work, "slice": Slice.of("v5e-256"), "slices": 1, "yes": True})
     shapes = [

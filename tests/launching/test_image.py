@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.launching import image, package
-from perex_t5x.launching.commands import Commands
+from perex_t5x.launching import bundle, image
+from perex_t5x.launching.shell import Commands
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "launch" / "Dockerfile"
@@ -67,10 +67,10 @@ def checkout(tmp_path, monkeypatch):
 
     def wheel(source, target, commands):
         os.makedirs(target, exist_ok=True)
-        name = package.WHEEL if source.endswith("source") else "mine-1.0-py3-none-any.whl"
+        name = bundle.WHEEL if source.endswith("source") else "mine-1.0-py3-none-any.whl"
         Path(target, name).write_text("")
 
-    monkeypatch.setattr(package, "_wheel", wheel)
+    monkeypatch.setattr(bundle, "_wheel", wheel)
     return root
 
 
@@ -78,7 +78,7 @@ def checkout(tmp_path, monkeypatch):
 def context(checkout, tmp_path):
     own = tmp_path / "own.gin"
     own.write_text("A = 1\n")
-    files = package.checkout(root=str(checkout))
+    files = bundle.checkout(root=str(checkout))
     made = image.context(str(tmp_path / "t"), files, Commands(), ["mine"], gin_files={"mine/own.gin": str(own)})
     return Path(made)
 
@@ -90,7 +90,7 @@ def test_everything_that_is_copied_is_there(context):
         "constraints.txt",
         "gin_files/mine/own.gin",
         "packages/mine-1.0-py3-none-any.whl",
-        package.WHEEL,
+        bundle.WHEEL,
         "requirements.txt",
     }
     copied = [rest.split()[:-1] for word, rest in instructions(context / "Dockerfile") if word == "COPY"]
@@ -113,7 +113,7 @@ def test_the_shell_installs_wheel_extra_and_packages_under_the_constraints(conte
         given.append(json.loads(said.stdout))
     start = ["-m", "pip", "install", "--quiet", "--constraint=constraints.txt"]
     assert given[0] == [*start, "--requirement=requirements.txt"]
-    assert given[1] == [*start, f"./{package.WHEEL}[tpu]", "./packages/mine-1.0-py3-none-any.whl"]
+    assert given[1] == [*start, f"./{bundle.WHEEL}[tpu]", "./packages/mine-1.0-py3-none-any.whl"]
 
 
 def test_it_installs_as_tpu_vms_do():
@@ -122,7 +122,7 @@ def test_it_installs_as_tpu_vms_do():
     words = shlex.split(line)
     words = words[words.index("pip") :]
     assert words[:4] == ["pip", "install", "--quiet", "--constraint=constraints.txt"]
-    assert words[4] == f"./{package.WHEEL}[tpu]"
+    assert words[4] == f"./{bundle.WHEEL}[tpu]"
 
 
 def test_requirements_are_those_of_the_wheel(context):
@@ -139,7 +139,7 @@ def test_the_base_is_the_python_that_the_constraints_are_for():
 def test_an_uncommitted_dockerfile_is_refused(checkout, tmp_path):
     with open(checkout / "launch" / "Dockerfile", "a", encoding="utf-8") as f:
         f.write("# mine\n")
-    files = package.checkout(root=str(checkout))
+    files = bundle.checkout(root=str(checkout))
     with pytest.raises(ConfigError, match="launch/Dockerfile is not committed"):
         image.context(str(tmp_path / "t"), files, Commands())
     made = image.context(str(tmp_path / "t"), files, Commands(), allow_uncommitted=True)
@@ -157,7 +157,7 @@ def docker(folder, monkeypatch, code):
 def test_built_then_pushed(tmp_path, monkeypatch):
     record = tmp_path / "record"
     docker(tmp_path / "bin", monkeypatch, f"print(json.dumps(sys.argv[1:]), file=open({str(record)!r}, 'a'))")
-    files = package.Checkout(str(tmp_path), "0123456789ab")
+    files = bundle.Checkout(str(tmp_path), "0123456789ab")
     assert image.build("a folder", "host/p/r/n:0123456789ab", files, Commands()) == "host/p/r/n:0123456789ab"
     first, second = [json.loads(line) for line in record.read_text().splitlines()]
     assert first[0] == "build" and first[-1] == "a folder" and "--build-arg=COMMIT=0123456789ab" in first
@@ -167,7 +167,7 @@ def test_built_then_pushed(tmp_path, monkeypatch):
 def test_a_push_that_is_denied_is_explained(tmp_path, monkeypatch):
     code = "if sys.argv[1] == 'push': sys.exit('denied: Permission \"artifactregistry.repositories.uploadArtifacts\"')"
     docker(tmp_path / "bin", monkeypatch, code)
-    files = package.Checkout(str(tmp_path), "0123456789ab")
+    files = bundle.Checkout(str(tmp_path), "0123456789ab")
     with pytest.raises(ConfigError, match="gcloud auth configure-docker europe-docker.pkg.dev"):
         image.build("a", "europe-docker.pkg.dev/p/r/n:0123456789ab", files, Commands())
 
@@ -188,7 +188,7 @@ def test_two_builds_of_one_commit_take_turns(tmp_path, monkeypatch):
     held = []
 
     def busy(*_):
-        with open(Path(package.folder(f"image-{package.checkout(True).commit}"), "lock"), "w") as file:
+        with open(Path(bundle.folder(f"image-{bundle.checkout(True).commit}"), "lock"), "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -215,9 +215,9 @@ def test_images_that_are_refused(name):
 
 @pytest.mark.slow
 def test_the_real_wheel_installs_under_the_constraints(tmp_path):
-    files = package.checkout(allow_uncommitted=True)
+    files = bundle.checkout(allow_uncommitted=True)
     made = image.context(str(tmp_path / "t"), files, Commands(), allow_uncommitted=True)
-    wanted = ["--constraint=constraints.txt", f"./{package.WHEEL}[tpu]", "--requirement=requirements.txt"]
+    wanted = ["--constraint=constraints.txt", f"./{bundle.WHEEL}[tpu]", "--requirement=requirements.txt"]
     argv = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", *wanted]
     done = subprocess.run(argv, cwd=made, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -7,12 +7,12 @@ import sys
 import pytest
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.launching import checks, package
-from perex_t5x.launching.accelerators import Slice
-from perex_t5x.launching.commands import Commands
+from perex_t5x.hardware.accelerators import Slice
+from perex_t5x.launching import bundle, checks
 from perex_t5x.launching.estimate import Estimate
-from perex_t5x.launching.jobs import Job, Work
 from perex_t5x.launching.request import Request
+from perex_t5x.launching.shell import Commands
+from perex_t5x.launching.spec import Job, Work
 
 FILES = ("--gin_file=models/nano.gin", "--gin_file=runs/pretrain.gin", "--gin_file=optimizers/adamw.gin")
 
@@ -112,11 +112,11 @@ def test_the_summary(tmp_path):
 
 @pytest.mark.slow
 def test_the_real_preflight(tmp_path, monkeypatch):
-    from perex_t5x.preflight.topology import has_libtpu
+    from perex_t5x.hardware.topology import has_libtpu
 
     if not has_libtpu():
         pytest.skip("needs libtpu")
     monkeypatch.setenv("PEREX_T5X_LAUNCH_DIR", str(tmp_path))
     found = checks.preflight(request(job("a", 16)), Commands())
     assert found.hours > 0
-    assert json.loads(Work("w", "r", ()).to_json())["jobs"] == [] and package.folder("w") == str(tmp_path / "w")
+    assert json.loads(Work("w", "r", ()).to_json())["jobs"] == [] and bundle.folder("w") == str(tmp_path / "w")

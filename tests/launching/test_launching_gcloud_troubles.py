@@ -5,11 +5,11 @@ import subprocess
 from types import SimpleNamespace as Namespace
 
 import pytest
-from gcloud_support import Cloud, created, finished, killed_workers, scenario, there
 
-from perex_t5x.launching.accelerators import Slice
-from perex_t5x.launching.commands import Commands
+from perex_t5x.hardware.accelerators import Slice
 from perex_t5x.launching.gcloud import quota, resource, steps
+from perex_t5x.launching.shell import Commands
+from tests.launching.gcloud_support import Cloud, created, finished, killed_workers, scenario, there
 
 
 @pytest.fixture

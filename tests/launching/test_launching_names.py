@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from perex_t5x.errors import ConfigError
+from perex_t5x.hardware.accelerators import Slice
 from perex_t5x.launching import names
-from perex_t5x.launching.accelerators import Slice
 
 HOSTILE = [
     "a b",

@@ -10,11 +10,11 @@ from absl import flags
 
 from perex_t5x import gin_utils
 from perex_t5x.errors import ConfigError
-from perex_t5x.launching import gin_files, package, request
-from perex_t5x.launching.accelerators import Slice
-from perex_t5x.launching.commands import Commands
+from perex_t5x.hardware.accelerators import Slice
+from perex_t5x.launching import bundle, gin_files, request
 from perex_t5x.launching.estimate import estimate
-from perex_t5x.launching.jobs import Job, Work
+from perex_t5x.launching.shell import Commands
+from perex_t5x.launching.spec import Job, Work
 
 
 def git(root, *arguments):
@@ -39,29 +39,29 @@ def project(tmp_path):
 
 
 def test_uncommitted_files_are_named_and_not_taken(project):
-    assert not package.checkout(root=str(project)).dirty
+    assert not bundle.checkout(root=str(project)).dirty
     (project / "perex_t5x" / "words.json").write_text("code may read it")
     with pytest.raises(ConfigError, match=r"\?\? perex_t5x/words.json"):
-        package.checkout(root=str(project))
+        bundle.checkout(root=str(project))
     (project / "perex_t5x" / "new.py").write_text("")
     (project / "gin" / "a.gin").write_text("A = 2\n")
     with pytest.raises(ConfigError, match=r"(?s)M gin/a.gin.*\?\? perex_t5x/new.py.*--allow_uncommitted"):
-        package.checkout(root=str(project))
-    assert package.checkout(True, root=str(project)).commit.endswith("-dirty")
+        bundle.checkout(root=str(project))
+    assert bundle.checkout(True, root=str(project)).commit.endswith("-dirty")
 
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_what_is_packed(project, tmp_path, monkeypatch, allowed):
-    files = package.checkout(root=str(project))
+    files = bundle.checkout(root=str(project))
     (project / "perex_t5x" / "__init__.py").write_text("x = 'changed'\n")
     if allowed:
-        files = package.checkout(True, root=str(project))
+        files = bundle.checkout(True, root=str(project))
     (project / "perex_t5x" / "ä b'.json").write_text("named as no shell would like it")
-    monkeypatch.setattr(package, "_wheel", lambda source, target, commands: None)
+    monkeypatch.setattr(bundle, "_wheel", lambda source, target, commands: None)
     own = tmp_path / "own.gin"
     own.write_text("B = 1\n")
     work = Work("w", "gs://b/w", (Job("a", ("-m", "m", "$(x) 'y'"), "gs://b/w"),), gin_files={"my/own.gin": str(own)})
-    packed = package.build(work, str(tmp_path / "target"), files, Commands())
+    packed = bundle.build(work, str(tmp_path / "target"), files, Commands())
     assert (
         f"'{'changed' if allowed else 'committed'}'" in (tmp_path / "target/source/perex_t5x/__init__.py").read_text()
     )
@@ -80,7 +80,7 @@ def test_a_dry_run_writes_nothing_and_a_shell_does_the_same(project, tmp_path, c
     work = Work(
         "w", "r", (Job("a", ("-c", "$(x) 'y'\n"), "r"),), gin_files={"my own.gin": str(tmp_path / "my own.gin")}
     )
-    packed = package.build(work, str(tmp_path / "t"), package.checkout(dirty, str(project)), Commands(dry_run=True))
+    packed = bundle.build(work, str(tmp_path / "t"), bundle.checkout(dirty, str(project)), Commands(dry_run=True))
     said = capsys.readouterr().out
     assert not (tmp_path / "t").exists()
     without_pip = "".join(line for line in said.splitlines(True) if "pip wheel" not in line)
@@ -92,7 +92,7 @@ def test_a_dry_run_writes_nothing_and_a_shell_does_the_same(project, tmp_path, c
 
 
 def test_a_second_launch_of_the_same_name_waits(tmp_path):
-    with package.alone(str(tmp_path / "t")):
+    with bundle.alone(str(tmp_path / "t")):
         assert (tmp_path / "t").is_dir()
         code = f"import fcntl\nfcntl.flock(open({str(tmp_path / 't/lock')!r}), fcntl.LOCK_EX | fcntl.LOCK_NB)"
         assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 1
@@ -101,14 +101,14 @@ def test_a_second_launch_of_the_same_name_waits(tmp_path):
 
 def test_not_a_checkout(tmp_path):
     with pytest.raises(ConfigError, match="not a git checkout"):
-        package.checkout(root=str(tmp_path))
+        bundle.checkout(root=str(tmp_path))
 
 
 @pytest.mark.slow
 def test_the_real_wheel_has_the_gin_files(tmp_path):
-    files = package.checkout(allow_uncommitted=True)
-    package.build(Work("w", "r", ()), str(tmp_path), files, Commands())
-    with zipfile.ZipFile(tmp_path / "bundle" / package.WHEEL) as wheel:
+    files = bundle.checkout(allow_uncommitted=True)
+    bundle.build(Work("w", "r", ()), str(tmp_path), files, Commands())
+    with zipfile.ZipFile(tmp_path / "bundle" / bundle.WHEEL) as wheel:
         names = wheel.namelist()
     assert "perex_t5x/gin/runs/pretrain.gin" in names and "perex_t5x/launching/worker.py" in names
 
@@ -220,7 +220,7 @@ def test_own_files_that_no_commit_holds_are_named(tmp_path):
     (tmp_path / "loose.gin").write_text("")
     paths = [str(repository / name) for name in ("kept.gin", "new.gin", "ignored.gin", "tasks")]
     new = [f"{p} (not committed)" for p in paths[1:3]]
-    assert package.uncommitted([*paths, str(tmp_path / "a.whl")]) == new
+    assert bundle.uncommitted([*paths, str(tmp_path / "a.whl")]) == new
     (repository / "tasks" / "pyproject.toml").write_text("changed")
-    assert package.uncommitted(paths) == [*new, f"{paths[3]} (not committed)"]
-    assert package.uncommitted([str(tmp_path / "loose.gin")]) == [f"{tmp_path / 'loose.gin'} (not in git)"]
+    assert bundle.uncommitted(paths) == [*new, f"{paths[3]} (not committed)"]
+    assert bundle.uncommitted([str(tmp_path / "loose.gin")]) == [f"{tmp_path / 'loose.gin'} (not in git)"]

@@ -11,7 +11,7 @@ import pytest
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.launching import host, marks
-from perex_t5x.launching.jobs import Job, Work
+from perex_t5x.launching.spec import Job, Work
 
 
 def job(tmp_path, name, code):

@@ -19,8 +19,8 @@ import pytest
 pytest.importorskip("xmanager")
 
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.experiments.folder import Folder, InUseError
-from perex_t5x.experiments.runs import Result, Run
+from perex_t5x.experiments.sweep.directory import Folder, InUseError
+from perex_t5x.experiments.sweep.runs import Result, Run
 from perex_t5x.launching.xm import following, records, single, unit
 from tests.experiments.sweep_support import plan
 from tests.experiments.test_sweep_processes import STAND_IN

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("xmanager")
 
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.launching.commands import Commands
-from perex_t5x.launching.jobs import Job, Work
+from perex_t5x.launching.shell import Commands
+from perex_t5x.launching.spec import Job, Work
 from perex_t5x.launching.xm import custom_jobs, experiment, handover, vertex
 from tests.launching.test_xm_local import xmanager
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_support import EOS, MAKE, TWO_LAYERS, batch, decoder_only, encoder_decoder, jit, logits, params
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.models import beam, decoding
+from tests.models.model_support import EOS, MAKE, TWO_LAYERS, batch, decoder_only, encoder_decoder, jit, logits, params
 
 
 def predict(model, p, features, rng=None, **kwargs):

@@ -2,9 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_support import MAKE, TWO_LAYERS, batch, close, jit, logits, params
 
 from perex_t5x.models import dropout, restack
+from tests.models.model_support import MAKE, TWO_LAYERS, batch, close, jit, logits, params
 
 
 def row(tree, b):

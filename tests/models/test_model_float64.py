@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_support import batch, config, decoder_only, encoder_decoder, logits, params
 
 from perex_t5x.models.attention import LayerContext, MultiHeadAttention, _attend_in_double
+from tests.models.model_support import batch, config, decoder_only, encoder_decoder, logits, params
 
 ROWS, LENGTH, KEYS, HEADS, WIDTH = 3, 6, 7, 4, 8
 

@@ -2,10 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_support import close, decoder_only
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.models import losses
+from tests.models.model_support import close, decoder_only
 
 
 def reference(logits, targets, z_loss, smoothing):

@@ -4,9 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_support import MAKE, TWO_LAYERS, batch, close, decoder_only, encoder_decoder, jit, logits, params
 
 from perex_t5x.errors import ConfigError
+from tests.models.model_support import (
+    MAKE,
+    TWO_LAYERS,
+    batch,
+    close,
+    decoder_only,
+    encoder_decoder,
+    jit,
+    logits,
+    params,
+)
 
 FACTORS = ["NUM_REAL_TARGET_TOKENS", None, 7.0, "NUM_TOTAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE"]
 

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax.traverse_util import flatten_dict
-from model_support import (
+
+from perex_t5x.models import restack
+from tests.models.model_support import (
     MAKE,
     TWO_LAYERS,
     VOCAB,
@@ -20,8 +22,6 @@ from model_support import (
     loss_and_grads,
     params,
 )
-
-from perex_t5x.models import restack
 
 
 def axes(boxed):

@@ -2,9 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_support import config
 
 from perex_t5x.models import positions
+from tests.models.model_support import config
 
 
 def test_rotary_is_a_rotation_of_pairs():

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizer_support import OPTIMIZERS, flat, statistics_of, tree_grads, tree_params
 
 from perex_t5x import optimizers
 from perex_t5x.errors import ConfigError
+from tests.optimizers.optimizer_support import OPTIMIZERS, flat, statistics_of, tree_grads, tree_params
 
 MASK = {"dense": {"kernel": True, "bias": False}, "scale": True}
 

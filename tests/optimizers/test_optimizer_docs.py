@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from optimizer_support import OPTIMIZERS, random_grads, statistics_of
 
 from perex_t5x import optimizers, per_example
 from perex_t5x.errors import ConfigError
+from tests.optimizers.optimizer_support import OPTIMIZERS, random_grads, statistics_of
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "optimizers.md"
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)

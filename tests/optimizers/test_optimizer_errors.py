@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizer_support import OPTIMIZERS, random_grads, statistics_of
 
 from perex_t5x import optimizers
 from perex_t5x.errors import ConfigError
+from tests.optimizers.optimizer_support import OPTIMIZERS, random_grads, statistics_of
 
 PARAMS = jnp.zeros(6)
 READERS = [name for name, make in OPTIMIZERS.items() if make(0.1).needs != ("mean",)]

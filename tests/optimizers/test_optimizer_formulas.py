@@ -5,9 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizer_support import OPTIMIZERS, flat, random_grads, run, statistics_of, tree_grads, tree_params
 
 from perex_t5x import optimizers
+from tests.optimizers.optimizer_support import (
+    OPTIMIZERS,
+    flat,
+    random_grads,
+    run,
+    statistics_of,
+    tree_grads,
+    tree_params,
+)
 
 STEPS, B = 50, 8
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from flax.serialization import from_state_dict, to_state_dict
 from jax.sharding import NamedSharding, PartitionSpec
-from optimizer_support import OPTIMIZERS, flat, statistics_of, tree_grads, tree_params
 
 from perex_t5x import optimizers
 from perex_t5x.partitioning import PjitPartitioner, path_name
+from tests.optimizers.optimizer_support import OPTIMIZERS, flat, statistics_of, tree_grads, tree_params
 
 TABLE = {
     **{name: make(0.1, weight_decay=0.01) for name, make in OPTIMIZERS.items()},

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from optimizer_support import run, statistics_of
 
 from perex_t5x import optimizers
 from perex_t5x.per_example import GradStatistics
+from tests.optimizers.optimizer_support import run, statistics_of
 
 MU, SIGMA = 0.3, 2.0
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from loop_reference import STATISTICS
 
 from perex_t5x import per_example
 from perex_t5x.per_example import Statistic
+from tests.per_example.loop_reference import STATISTICS
 
 N = 6
 SOME = ("mean", "mean_square", Statistic("cos", jnp.cos))

@@ -10,11 +10,21 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from loop_reference import SOME, STATISTICS, assert_matches, clipped, grouped, norms, row, single_gradients
-from test_memory import largest
 
 from perex_t5x import per_example
-from perex_t5x.per_example import collectives, jaxprs, manual
+from perex_t5x.per_example import collectives
+from perex_t5x.per_example.engine import jaxprs, shard_map
+from tests.per_example.loop_reference import (
+    SOME,
+    STATISTICS,
+    assert_matches,
+    clipped,
+    grouped,
+    norms,
+    row,
+    single_gradients,
+)
+from tests.per_example.test_memory import largest
 
 BATCH, LENGTH, WIDTH, VOCAB, LAYERS = 16, 5, 8, 24, 3
 AXES = ("replica", "data")
@@ -283,7 +293,7 @@ def test_narrow_transport(specs, check_vma):
 def test_the_references_on_devices(method):
     averages = on_devices(make_loss("unrolled"), WHOLE, True, method=method, norms=True, statistics=STATISTICS[:2])[0]
     assert_matches(averages, gradients(), STATISTICS[:2])
-    with pytest.raises(manual.MixesDevicesError, match="`reduce_scatter` over the data axes"):
+    with pytest.raises(shard_map.MixesDevicesError, match="`reduce_scatter` over the data axes"):
         on_devices(make_loss("scan", gathered), PARTS, True, method=method)
 
 
@@ -311,7 +321,7 @@ def test_parts_need_data_axes(check_vma):
     def local(params, batch):
         return per_example.grad_statistics(make_loss("scan", gathered))(params, batch)[0].mean
 
-    with pytest.raises(manual.MixesDevicesError, match="Parameters may be gathered .all_gather. where data_axes="):
+    with pytest.raises(shard_map.MixesDevicesError, match="Parameters may be gathered .all_gather. where data_axes="):
         jax.eval_shape(
             jax.shard_map(local, mesh=mesh(), in_specs=(PARTS, ROWS), out_specs=PARTS, check_vma=check_vma), *problem()
         )
@@ -371,7 +381,7 @@ def test_stages_that_do_not_reach_every_device_are_refused():
     def loss(p, batch):
         return jnp.sum(within_groups(p["layers"], "layers", 1)) * jnp.sum(batch[0])
 
-    with pytest.raises(manual.MixesDevicesError, match="`reduce_scatter` over the data axes .'data'"):
+    with pytest.raises(shard_map.MixesDevicesError, match="`reduce_scatter` over the data axes .'data'"):
         on_devices(loss, halves, over=mesh(**EIGHT), data_axes=("data",), check_vma=False)
 
 
@@ -435,11 +445,11 @@ def test_without_the_remedy_for_replicated_parameters(monkeypatch):
         return np.allclose(found, np.mean([g**2 for g in single_gradients(loss, p, x)], axis=0), rtol=1e-4)
 
     assert own_device_is_right()
-    monkeypatch.setattr(manual, "vary", lambda tree, axes: tree)
-    with contextlib.suppress(manual.MixesDevicesError):  # if the engine finds out, it is as good
+    monkeypatch.setattr(shard_map, "vary", lambda tree, axes: tree)
+    with contextlib.suppress(shard_map.MixesDevicesError):  # if the engine finds out, it is as good
         assert not own_device_is_right()
     with pytest.raises(
-        (TypeError, manual.MixesDevicesError), match="manual axis types do not match|over the data axes"
+        (TypeError, shard_map.MixesDevicesError), match="manual axis types do not match|over the data axes"
     ):
         on_devices(make_loss(), WHOLE, True)
 
@@ -447,10 +457,10 @@ def test_without_the_remedy_for_replicated_parameters(monkeypatch):
 @CHECK
 def test_without_the_remedy_for_gathered_parameters(check_vma, monkeypatch):
     """A reduce-scatter that is not moved behind φ is refused; if it were let through, the numbers would be wrong."""
-    monkeypatch.setattr(manual, "sum_ending_in", lambda *arguments: None)
-    with pytest.raises(manual.MixesDevicesError, match="`reduce_scatter` over the data axes"):
+    monkeypatch.setattr(shard_map, "sum_ending_in", lambda *arguments: None)
+    with pytest.raises(shard_map.MixesDevicesError, match="`reduce_scatter` over the data axes"):
         on_devices(make_loss("scan", gathered), PARTS, check_vma)
-    monkeypatch.setattr(manual, "refuse", lambda *arguments: None)
+    monkeypatch.setattr(shard_map, "refuse", lambda *arguments: None)
     found = on_devices(make_loss("scan", gathered), PARTS, False)[0]["mean_square"]
     assert not is_right(found["layers"], "layers")
 
@@ -524,7 +534,7 @@ def test_collectives_of_examples_are_refused(loss, data_axes, check_vma):
         return per_example.grad_statistics(loss, data_axes=data_axes)(p, x)[0].mean_square
 
     mapped = jax.shard_map(local, mesh=mesh(), in_specs=(P(), ROWS), out_specs=P(), check_vma=check_vma)
-    with pytest.raises(manual.MixesDevicesError) as caught:
+    with pytest.raises(shard_map.MixesDevicesError) as caught:
         jax.eval_shape(mapped, jnp.eye(3), jnp.ones((16, 3)))
     axes = "'data', 'replica'" if loss is of_both_axes else "'data',"
     message = str(caught.value)

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loop_reference import STATISTICS, assert_matches, single_gradients
 
 from perex_t5x import per_example
+from tests.per_example.loop_reference import STATISTICS, assert_matches, single_gradients
 
 
 def keys(n):

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loop_reference import SOME, STATISTICS, assert_matches, norms, single_gradients
-from test_memory import largest
 
 from perex_t5x import per_example
-from perex_t5x.per_example import dense
+from perex_t5x.per_example.reductions import dense
+from tests.per_example.loop_reference import SOME, STATISTICS, assert_matches, norms, single_gradients
+from tests.per_example.test_memory import largest
 
 N = 4
 

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from loop_reference import SOME, assert_matches, single_gradients
 
 from perex_t5x import per_example
+from tests.per_example.loop_reference import SOME, assert_matches, single_gradients
 
 DRAW = np.random.default_rng(0)
 BATCH = {

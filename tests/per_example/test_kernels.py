@@ -11,11 +11,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from perex_t5x import per_example
-from perex_t5x.per_example.forms import Reducer
-from perex_t5x.per_example.kernels import tiles, use
-from perex_t5x.per_example.kernels.products import sums_of_products
+from perex_t5x.hardware.topology import has_libtpu, tpu_devices
+from perex_t5x.per_example.kernels import dispatch, tiles
+from perex_t5x.per_example.kernels.matmul import sums_of_products
+from perex_t5x.per_example.reductions.reducer import Reducer
 from perex_t5x.per_example.statistic import as_statistics
-from perex_t5x.preflight.topology import has_libtpu, tpu_devices
 
 needs_libtpu = pytest.mark.skipif(not has_libtpu(), reason="libtpu is not installed (extra 'tpu')")
 SATURATED = per_example.Statistic("mean_saturated", lambda g: jnp.where(jnp.abs(g) > 1, jnp.sign(g), jnp.tanh(g) * g))
@@ -25,7 +25,7 @@ VMEM = 2**26
 
 @pytest.fixture(autouse=True)
 def compiled_for_tpus(monkeypatch):
-    monkeypatch.setattr(use, "for_tpu", lambda: True)
+    monkeypatch.setattr(dispatch, "for_tpu", lambda: True)
 
 
 # Of the kernel alone: N, T, I, J, and a tile.
@@ -160,7 +160,7 @@ def interpreted(monkeypatch):
         shapes.append((s.shape, r.shape))
         return sums_of_products(s, r, *arguments, **options, interpret=True)
 
-    monkeypatch.setattr(use, "sums_of_products", kernel)
+    monkeypatch.setattr(dispatch, "sums_of_products", kernel)
     monkeypatch.setattr(
         jax.lax, "platform_dependent", lambda *x, default, **forms: forms.get("tpu", default)(*x), raising=True
     )
@@ -193,7 +193,7 @@ def test_engine_with_kernel_is_engine_without(name, interpreted):
 @pytest.mark.parametrize("shape", [(2, 2), (2, 4)])
 def test_engine_with_kernel_under_tensor_parallelism(shape, interpreted, monkeypatch):
     mesh = mesh_of(jax.devices(), shape)
-    monkeypatch.setattr(use, "_SMALLEST", 0)  # each device has a small part
+    monkeypatch.setattr(dispatch, "_SMALLEST", 0)  # each device has a small part
     options = {"norms": True, "shardings": PLACES}
     got, norms = jax.jit(on_mesh(mesh, **options))(params(), batch(), WEIGHTS)
     assert {s[2] for s, _ in interpreted} | {r[2] for _, r in interpreted} == {160, 240, 256 // shape[1]}
@@ -219,8 +219,8 @@ def assert_close(got, want):
 
 def reasons(monkeypatch, call):
     found = []
-    why_not = use.why_not
-    monkeypatch.setattr(use, "why_not", lambda *x: found.append(why_not(*x)) or found[-1])
+    why_not = dispatch.why_not
+    monkeypatch.setattr(dispatch, "why_not", lambda *x: found.append(why_not(*x)) or found[-1])
     jax.eval_shape(call)
     return " / ".join(found)
 
@@ -400,7 +400,7 @@ def everything(g):
 def test_every_known_function_compiles(topology):
     program = jax.make_jaxpr(everything)(jax.ShapeDtypeStruct((8, 128), jnp.float32))
     used = {eqn.primitive.name for eqn in per_example.jaxprs.inline(program).jaxpr.eqns} | {"add_any", "copy"}
-    assert used >= use._ELEMENTWISE, use._ELEMENTWISE - used
+    assert used >= dispatch._ELEMENTWISE, dispatch._ELEMENTWISE - used
     mesh = mesh_of(tpu_devices(topology))
     compute = per_example.grad_statistics(loss, per_example.Statistic("everything", everything), data_axes=("data",))
     run = jax.shard_map(

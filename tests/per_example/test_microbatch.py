@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loop_reference import SOME, assert_matches, single_gradients
 
 from perex_t5x import per_example
-from perex_t5x.per_example import microbatch
-from perex_t5x.per_example.microbatch import matmul_flops, peak_bytes
+from perex_t5x.per_example.engine import microbatch
+from perex_t5x.per_example.engine.microbatch import matmul_flops, peak_bytes
+from tests.per_example.loop_reference import SOME, assert_matches, single_gradients
 
 
 def rows(p, x):

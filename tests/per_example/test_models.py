@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from loop_reference import SOME, STATISTICS, assert_matches, clipped, grouped, norms, single_gradients
 
 from perex_t5x import models, per_example
 from perex_t5x.per_example.independent import check_independent
+from tests.per_example.loop_reference import SOME, STATISTICS, assert_matches, clipped, grouped, norms, single_gradients
 
 ROWS, LENGTH, VOCAB = 4, 6, 32
 KEY = jax.random.key(5)

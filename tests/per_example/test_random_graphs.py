@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loop_reference import SOME, assert_matches, single_gradients
 
 from perex_t5x import per_example
+from tests.per_example.loop_reference import SOME, assert_matches, single_gradients
 
 DRAW = np.random.default_rng(3)
 N, S, D, VOCAB = 3, 2, 3, 4

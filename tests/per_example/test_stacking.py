@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from perex_t5x.per_example import stacking
+from perex_t5x.per_example.engine import scan as stacking
 
 
 def _step(carry, x):

@@ -10,12 +10,13 @@ from html.parser import HTMLParser
 
 import jax
 import pytest
-from preflight_support import needs_libtpu
 
+from perex_t5x.cli import spinner
 from perex_t5x.errors import ConfigError
 from perex_t5x.preflight import __main__ as preflight_command
-from perex_t5x.preflight import account, cache, cases, forms, page, place, plain, step, summary, terminal, working
+from perex_t5x.preflight import account, cases, forms, page, place, plain, report_cache, step, summary, terminal
 from tests import tiny
+from tests.preflight.preflight_support import needs_libtpu
 
 FILES = ["models/tiny.gin", "runs/pretrain.gin"]
 BINDINGS = [b for b in tiny.BINDINGS if "TASK_NAME" not in b and "TASK_MODULE" not in b]
@@ -28,7 +29,7 @@ def measured(where, optimizer="micro_adam", mesh="fsdp", folder=None, layers=2):
         trainer,
         spec,
         account.measure(
-            optimizer, where, trainer, spec, cache.Compiler(folder), working.Working(open(os.devnull, "w"))
+            optimizer, where, trainer, spec, report_cache.Compiler(folder), spinner.Working(open(os.devnull, "w"))
         ),
     )
 
@@ -134,11 +135,11 @@ def test_the_terminal(on_cpus, capsys):
 def test_the_line_while_working(tmp_path):
     path, now = tmp_path / "log", iter([0.0, 41.6])
     with open(path, "w") as stream:
-        with working.Working(stream, clock=lambda: next(now))("compiling"):
+        with spinner.Working(stream, clock=lambda: next(now))("compiling"):
             pass
     assert path.read_text() == "compiling: 42 s\n"
     with open(path, "w") as stream, pytest.raises(KeyError):
-        with working.Working(stream)("compiling"):
+        with spinner.Working(stream)("compiling"):
             raise KeyError
     assert "compiling: stopped after 0 s" in path.read_text()
 

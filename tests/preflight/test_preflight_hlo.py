@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from preflight_support import (
+
+from perex_t5x.hardware.chips import CHIPS
+from perex_t5x.hardware.topology import tpu_devices
+from perex_t5x.preflight.hlo import groups as replica_groups
+from perex_t5x.preflight.hlo.program import Program
+from tests.preflight.preflight_support import (
     PLATFORMS,
     compile_on_one_chip,
     compile_sharded,
@@ -17,11 +22,6 @@ from preflight_support import (
     needs_libtpu,
     tpu_mesh,
 )
-
-from perex_t5x.preflight import replica_groups
-from perex_t5x.preflight.chips import CHIPS
-from perex_t5x.preflight.hlo import Program
-from perex_t5x.preflight.topology import tpu_devices
 
 DATA = P(("replica", "data"))
 

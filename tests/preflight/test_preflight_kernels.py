@@ -4,14 +4,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
-from preflight_support import compile_on_one_chip, needs_libtpu
 
-from perex_t5x.per_example.kernels import products, tiles
-from perex_t5x.preflight import bundles, kernel_cycles, step, topology
-from perex_t5x.preflight.chips import chip
-from perex_t5x.preflight.hlo import Program
+from perex_t5x.hardware import topology
+from perex_t5x.hardware.chips import chip
+from perex_t5x.per_example.kernels import matmul, tiles
+from perex_t5x.preflight import bundles, kernel_cycles, step
+from perex_t5x.preflight.hlo.program import Program
 from perex_t5x.preflight.kernel_text import Kernel, is_kernel, kernel_of
 from tests import tiny
+from tests.preflight.preflight_support import compile_on_one_chip, needs_libtpu
 
 # --- a schedule in the compiler's notation ----------------------------------------------------------------------------
 
@@ -75,7 +76,7 @@ def plain_sum(kind):
     def run(s, r):
         tile = tiles.choose(s.shape[2], r.shape[2], s.shape[1], 2, 1, False, kind)
         add = lambda sums, g, weight, scale: [sums[0] + g]  # noqa: E731
-        return products.sums_of_products(
+        return matmul.sums_of_products(
             s, r, None, None, None, finish=lambda g: g, add=add, num_sums=1, norms=False, tile=tile
         )[0]
 
@@ -151,7 +152,7 @@ def test_kernels_are_in_the_step_that_preflight_compiles(on):
     )
     assert jax.default_backend() == "cpu"
     text = step.compile_step(trainer, spec).as_text()
-    assert (products.NAME in text) == on
+    assert (matmul.NAME in text) == on
     said = {f.parameter: f.kernel for f in forms.forms_of_step(trainer, spec)}
     assert said["decoder/layers/mlp/wo/kernel"] == ("" if on else "kernels are turned off")
     assert said["decoder/decoder_norm/scale"] is None

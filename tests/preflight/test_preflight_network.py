@@ -2,9 +2,9 @@
 
 import pytest
 
+from perex_t5x.hardware.chips import chip
 from perex_t5x.preflight import network_time
-from perex_t5x.preflight.chips import chip
-from perex_t5x.preflight.hlo import Collective
+from perex_t5x.preflight.hlo.program import Collective
 
 V5E = chip("v5e")  # links of 50 GB/s, 3.125 GB/s to other slices
 

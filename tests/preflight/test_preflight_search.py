@@ -4,10 +4,11 @@ import os
 
 import jax
 import pytest
-from preflight_support import needs_libtpu
 
-from perex_t5x.preflight import cache, cases, place, search, step, working
+from perex_t5x.cli import spinner
+from perex_t5x.preflight import cases, place, report_cache, search, step
 from tests import tiny
+from tests.preflight.preflight_support import needs_libtpu
 
 FILES = ("models/tiny.gin", "runs/pretrain.gin")
 BINDINGS = (
@@ -17,7 +18,7 @@ BINDINGS = (
 
 
 def quiet():
-    return working.Working(open(os.devnull, "w"))
+    return spinner.Working(open(os.devnull, "w"))
 
 
 def test_the_order_of_changes():
@@ -102,6 +103,6 @@ def test_what_is_not_possible_is_said(cpus):
 @pytest.mark.slow
 def test_with_the_compiler():
     wide = ("models.T5Config.emb_dim = 16384", "models.T5Config.mlp_dim = 32768", "BATCH_SIZE = 8")
-    found = find(cache.Compiler(), *wide)
+    found = find(report_cache.Compiler(), *wide)
     assert "parameter_partitioning_dims" in str(found.found.change)
     assert 10**9 < found.found.peak_bytes < place.Place("v5e:2x2").chip.hbm_bytes

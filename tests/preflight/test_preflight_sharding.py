@@ -3,10 +3,11 @@
 import functools
 
 import pytest
-from preflight_support import needs_libtpu
 
-from perex_t5x.preflight import step, topology
+from perex_t5x.hardware import topology
+from perex_t5x.preflight import step
 from tests import tiny
+from tests.preflight.preflight_support import needs_libtpu
 
 pytestmark = needs_libtpu
 

@@ -3,11 +3,12 @@
 import gin
 import jax
 import pytest
-from preflight_support import needs_libtpu
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.preflight import step, topology
+from perex_t5x.hardware import topology
+from perex_t5x.preflight import step
 from tests import tiny
+from tests.preflight.preflight_support import needs_libtpu
 
 FILES = ["models/tiny.gin", "runs/pretrain.gin"]
 BINDINGS = [b for b in tiny.BINDINGS if "TASK_NAME" not in b and "TASK_MODULE" not in b]

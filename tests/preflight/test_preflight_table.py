@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from preflight_support import needs_libtpu
 
 from perex_t5x.preflight import table
-from perex_t5x.preflight.hlo import Collective
+from perex_t5x.preflight.hlo.program import Collective
+from tests.preflight.preflight_support import needs_libtpu
 
 LOOPS = {"microbatch": 4, "layer": 12}
 

@@ -6,10 +6,10 @@ import re
 import jax
 import numpy as np
 import pytest
-from preflight_support import compile_on_one_chip, needs_libtpu
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.preflight import chips, topology
+from perex_t5x.hardware import chips, topology
+from tests.preflight.preflight_support import compile_on_one_chip, needs_libtpu
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from perex_t5x.experiments.report import basins, collapse_plot, dataset, drawing, folders, learning_curves, noise
+from perex_t5x.experiments.report import basins, collapse_plot, curves, dataset, drawing, folders, noise
 from perex_t5x.experiments.report import page as pages
 from perex_t5x.experiments.report import plot as plots
 
@@ -18,7 +18,7 @@ def make(paths: Sequence[str], *, title: str | None = None, figures: str | None 
     studies = folders.load(paths)
     data = dataset.gather(studies)
     found = [
-        learning_curves.learning_curves(data),
+        curves.learning_curves(data),
         basins.rate_loss_basins(data),
         collapse_plot.collapse_plot(data),
         noise.noise_scale(data),

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from perex_t5x.experiments.report import colours, intervals
 from perex_t5x.experiments.report.dataset import RATE, STUDY, Dataset, labelled
+from perex_t5x.experiments.report.load import Run
 from perex_t5x.experiments.report.plot import HEIGHT, Json, LeftOut, Plot, coloured, in_panels, key_encoding
-from perex_t5x.experiments.report.runs import Run
 
 TITLE = "Rate-loss basins"
 

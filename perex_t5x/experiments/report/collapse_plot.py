@@ -8,13 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from perex_t5x.experiments import collapse
-from perex_t5x.experiments.report import colours, intervals
+from perex_t5x.experiments.report import collapse, colours, intervals
 from perex_t5x.experiments.report.basins import is_rate
+from perex_t5x.experiments.report.curves import curve_spec, longest_examples
 from perex_t5x.experiments.report.dataset import BATCH, RULE, Axis, Dataset, labelled, written
-from perex_t5x.experiments.report.learning_curves import curve_spec, longest_examples
+from perex_t5x.experiments.report.load import Run
 from perex_t5x.experiments.report.plot import Control, Json, LeftOut, Plot, coloured, in_panels
-from perex_t5x.experiments.report.runs import Run
 
 TITLE = "Collapse of batch sizes"
 _PANELS = 9

@@ -8,7 +8,7 @@ from typing import Any
 
 from perex_t5x.experiments.report import gin_text
 from perex_t5x.experiments.report.folders import Study
-from perex_t5x.experiments.report.runs import Run
+from perex_t5x.experiments.report.load import Run
 
 _SEED_BINDINGS = ("RANDOM_SEED", "train.random_seed", "DatasetConfig.seed")
 STUDY, RULE, OPTIMIZER, BATCH, RATE = "folder", "rule", "optimizer", "batch size", "learning rate"

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.experiments.report import gin_text, runs
+from perex_t5x.experiments.report import gin_text
+from perex_t5x.experiments.report import load as runs
 
 _SEEDS = {"seed", "seeds", "random_seed"}
 

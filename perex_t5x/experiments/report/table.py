@@ -6,7 +6,7 @@ from html import escape
 
 from perex_t5x.experiments.report import gin_text
 from perex_t5x.experiments.report.dataset import Dataset
-from perex_t5x.experiments.report.runs import Run
+from perex_t5x.experiments.report.load import Run
 
 _COLUMNS = 8  # further differences go into the last cell
 

@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from perex_t5x.experiments import axes
-from perex_t5x.experiments.runs import Result, Run
-from perex_t5x.experiments.sweep import Sweep
+from perex_t5x.experiments.sweep import Sweep, axes
+from perex_t5x.experiments.sweep.runs import Result, Run
 
 if TYPE_CHECKING:
-    from perex_t5x.experiments.plan import Plan
     from perex_t5x.experiments.report.folders import Study as Folder
+    from perex_t5x.experiments.sweep.plan import Plan
 
 Finding = dict[str, Any]  # title, text, paper, table, plot: see docs/reports.md
 Outcomes = Sequence[tuple[Run, Result]]  # of all stages so far

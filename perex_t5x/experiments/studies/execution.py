@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from perex_t5x.experiments.folder import Folder, write_atomically
-from perex_t5x.experiments.plan import Plan
-from perex_t5x.experiments.runs import Result, Run, absolute
 from perex_t5x.experiments.studies.base import Study
 from perex_t5x.experiments.sweep import Sweep
+from perex_t5x.experiments.sweep.directory import Folder, write_atomically
+from perex_t5x.experiments.sweep.plan import Plan
+from perex_t5x.experiments.sweep.runs import Result, Run, absolute
 
 NOTES = "study.json"
 

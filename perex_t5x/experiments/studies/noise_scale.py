@@ -9,8 +9,8 @@ import numpy as np
 from perex_t5x.experiments.report import intervals
 from perex_t5x.experiments.report.folders import Study as Folder
 from perex_t5x.experiments.report.intervals import Mean
-from perex_t5x.experiments.report.runs import Run
-from perex_t5x.experiments.studies import reading
+from perex_t5x.experiments.report.load import Run
+from perex_t5x.experiments.studies import analysis
 from perex_t5x.experiments.studies.base import Finding, Study, everything
 
 PREFIX = "noise_scale_smoothed/"
@@ -24,7 +24,7 @@ _PAPER = (
 
 def analyse(folder: Folder, path: str) -> list[Finding]:
     del path
-    by_size = reading.grouped([run for run in folder.runs if run.finished], lambda run: run.batch_size)
+    by_size = analysis.grouped([run for run in folder.runs if run.finished], lambda run: run.batch_size)
     by_size = {size: runs for size, runs in sorted(by_size.items()) if any(PREFIX + "all" in r.monitored for r in runs)}
     if not by_size:
         return []
@@ -51,7 +51,7 @@ def _over_training(by_size: dict[int, list[Run]]) -> Finding:
     rows, texts = [], []
     for size, runs in by_size.items():
         means = [over_seeds(runs, "all", share) for share in SHARES]
-        rows.append([f"batch {size}", *(f"{m.mean:.3g} ({reading.interval(m, 0)})" for m in means)])
+        rows.append([f"batch {size}", *(f"{m.mean:.3g} ({analysis.interval(m, 0)})" for m in means)])
         texts.append(f"{means[0].mean:.3g} to {means[-1].mean:.3g} examples in the runs with batch size {size}")
     examples = max(float(run.examples(run.evaluation[0])[-1]) for runs in by_size.values() for run in runs)
     text = (
@@ -72,7 +72,7 @@ def _by_group(by_size: dict[int, list[Run]]) -> Finding:
     for group in groups:
         first, last = (over_seeds(runs, group, share) for share in (SHARES[0], SHARES[-1]))
         ends[group] = last.mean
-        rows.append([group, *(f"{m.mean:.3g} ({reading.interval(m, 0)})" for m in (first, last))])
+        rows.append([group, *(f"{m.mean:.3g} ({analysis.interval(m, 0)})" for m in (first, last))])
     named = {g: x for g, x in ends.items() if g != "all" and np.isfinite(x)}
     text = f"In the runs with batch size {size}."
     if named:

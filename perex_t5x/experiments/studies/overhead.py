@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from perex_t5x.experiments import axes
-from perex_t5x.experiments.folder import write_atomically
-from perex_t5x.experiments.plan import Plan
 from perex_t5x.experiments.report.folders import Study as Folder
 from perex_t5x.experiments.report.intervals import mean_interval
-from perex_t5x.experiments.runs import Run
-from perex_t5x.experiments.studies import reading
+from perex_t5x.experiments.studies import analysis
 from perex_t5x.experiments.studies.base import Finding, Study, everything
+from perex_t5x.experiments.sweep import axes
+from perex_t5x.experiments.sweep.directory import write_atomically
+from perex_t5x.experiments.sweep.plan import Plan
+from perex_t5x.experiments.sweep.runs import Run
 
 FILE = "overhead.json"
 _PAPER = "For a transformer of 1.2 billion parameters about 17 % more compute, and no increase of peak memory."
@@ -79,8 +79,8 @@ class _Step:
         import jax
 
         from perex_t5x.data.feed import make_feed
-        from perex_t5x.experiments import configuration
-        from perex_t5x.experiments.program import parsed_arguments
+        from perex_t5x.experiments.sweep import configuration
+        from perex_t5x.experiments.sweep.program import parsed_arguments
 
         self.name = run.name
         with configuration.quiet():
@@ -160,10 +160,10 @@ def _finding(model: str, entries: dict[str, dict[str, Any]], plain: dict[str, An
         low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
         mean = mean_interval(ratios.tolist())
         memory = entry["temp_bytes"] / plain["temp_bytes"] if entry["temp_bytes"] and plain["temp_bytes"] else None
-        rows.append([label, reading.number(1e3 * float(np.median(entry["seconds"])), 2), reading.number(middle, 3),
-                     f"{low:.3f} to {high:.3f}", reading.interval(mean, 3),
-                     None if memory is None else reading.number(entry["temp_bytes"] / 2**20, 2),
-                     reading.number(memory, 2)])  # fmt: skip
+        rows.append([label, analysis.number(1e3 * float(np.median(entry["seconds"])), 2), analysis.number(middle, 3),
+                     f"{low:.3f} to {high:.3f}", analysis.interval(mean, 3),
+                     None if memory is None else analysis.number(entry["temp_bytes"] / 2**20, 2),
+                     analysis.number(memory, 2)])  # fmt: skip
         if label != "adamw":
             texts.append(
                 f"{label} {middle:.2f} times the time" + ("" if memory is None else f", {memory:.2f} the memory")

@@ -8,8 +8,8 @@ from typing import Any
 
 from perex_t5x.experiments.report.folders import Study as Folder
 from perex_t5x.experiments.report.intervals import mean_interval
-from perex_t5x.experiments.report.runs import Run
-from perex_t5x.experiments.studies import reading
+from perex_t5x.experiments.report.load import Run
+from perex_t5x.experiments.studies import analysis
 from perex_t5x.experiments.studies.base import Finding, Stages, Study, arms, narrowed
 from perex_t5x.experiments.studies.tuning import tune
 from perex_t5x.experiments.sweep import Sweep
@@ -32,7 +32,7 @@ def stages(sweep: Sweep, extensions: int) -> Stages:
 
 def analyse(folder: Folder, path: str) -> list[Finding]:
     del path
-    by_arm = reading.grouped(folder.runs, arm_of)
+    by_arm = analysis.grouped(folder.runs, arm_of)
     at_best = {arm: _best(runs) for arm, runs in by_arm.items()}
     at_best = {arm: runs for arm, runs in at_best.items() if runs}
     if not at_best:
@@ -60,23 +60,23 @@ def label(arm: Arm) -> str:
 
 
 def _best(runs: Sequence[Run]) -> list[Run]:
-    best = reading.best_rate(runs)
-    return [run for run in runs if run.finished and reading.rate_of(run) == best]
+    best = analysis.best_rate(runs)
+    return [run for run in runs if run.finished and analysis.rate_of(run) == best]
 
 
 def _order_finding(by_arm: dict[Arm, list[Run]], at_best: dict[Arm, list[Run]]) -> Finding:
     """All arms by their loss, with the difference to the baseline."""
-    ranked = sorted(at_best, key=lambda arm: reading.final(at_best[arm]).mean)
+    ranked = sorted(at_best, key=lambda arm: analysis.final(at_best[arm]).mean)
     baseline = at_best.get((_BASELINE, ""), [])
     rows, groups = [], {"better": [], "worse": [], "alike": []}
     for arm in ranked:
-        runs, m = at_best[arm], reading.final(at_best[arm])
-        difference = reading.paired(runs, baseline)
-        edge = reading.on_edge(by_arm[arm], reading.rate_of(runs[0]))
-        rows.append([label(arm), reading.number(runs[0].learning_rate, 5), "yes" if edge else "no", reading.number(m.mean),
-                     reading.interval(m), m.count, _signed(difference)])  # fmt: skip
+        runs, m = at_best[arm], analysis.final(at_best[arm])
+        difference = analysis.paired(runs, baseline)
+        edge = analysis.on_edge(by_arm[arm], analysis.rate_of(runs[0]))
+        rows.append([label(arm), analysis.number(runs[0].learning_rate, 5), "yes" if edge else "no", analysis.number(m.mean),
+                     analysis.interval(m), m.count, _signed(difference)])  # fmt: skip
         if arm != (_BASELINE, ""):
-            kind = "alike" if not reading.apart(difference) else "better" if difference.mean < 0 else "worse"
+            kind = "alike" if not analysis.apart(difference) else "better" if difference.mean < 0 else "worse"
             groups[kind].append(label(arm))
     text = f"At its own best rate each, from the lowest validation loss: {'; '.join(label(arm) for arm in ranked)}. "
     said = {
@@ -109,7 +109,7 @@ def _contrast_finding(at_best: dict[Arm, list[Run]]) -> list[Finding]:
         signal, variance = of_seed(_SIGNAL, chosen), of_seed(_VARIANCE, chosen)
         difference = mean_interval([variance[seed] - signal[seed] for seed in sorted(variance) if seed in signal])
         if difference.count:
-            rows.append([said, _signed(difference), difference.count, "yes" if reading.apart(difference) else "no"])
+            rows.append([said, _signed(difference), difference.count, "yes" if analysis.apart(difference) else "no"])
     if not rows:
         return []
     text = (
@@ -125,7 +125,7 @@ def _contrast_finding(at_best: dict[Arm, list[Run]]) -> list[Finding]:
 def _signed(difference: Any) -> str:
     if not difference.count:
         return "–"
-    return f"{difference.mean:+.4f} ({reading.interval(difference)})"
+    return f"{difference.mean:+.4f} ({analysis.interval(difference)})"
 
 
 def _clipping_finding(by_arm: dict[Arm, list[Run]], at_best: dict[Arm, list[Run]]) -> list[Finding]:
@@ -135,10 +135,10 @@ def _clipping_finding(by_arm: dict[Arm, list[Run]], at_best: dict[Arm, list[Run]
         plain = (arm[0], "")
         if not arm[1] or plain not in at_best:
             continue
-        change = reading.paired(at_best[arm], at_best[plain])
+        change = analysis.paired(at_best[arm], at_best[plain])
         beyond = [_beyond(by_arm[a], at_best[a]) for a in (plain, arm)]
-        rows.append([arm[0], _signed(change), *(reading.number(x) for x in beyond)])
-        verb = "nothing that shows" if not reading.apart(change) else f"{change.mean:+.3f}"
+        rows.append([arm[0], _signed(change), *(analysis.number(x) for x in beyond)])
+        verb = "nothing that shows" if not analysis.apart(change) else f"{change.mean:+.3f}"
         texts.append(f"{arm[0]} {verb}")
     if not rows:
         return []
@@ -154,11 +154,11 @@ def _clipping_finding(by_arm: dict[Arm, list[Run]], at_best: dict[Arm, list[Run]
 
 def _beyond(runs: Sequence[Run], best: Sequence[Run]) -> float | None:
     """How much higher the loss is at twice the best rate; inf where runs failed there, None where none was made."""
-    rate = reading.rate_of(best[0])
-    there = [run for run in runs if math.isclose(reading.rate_of(run), 2 * rate)]
+    rate = analysis.rate_of(best[0])
+    there = [run for run in runs if math.isclose(analysis.rate_of(run), 2 * rate)]
     if not there:
         return None
-    return math.inf if not all(run.finished for run in there) else reading.paired(there, best).mean
+    return math.inf if not all(run.finished for run in there) else analysis.paired(there, best).mean
 
 
 def _basin_finding(by_arm: dict[Arm, list[Run]], at_best: dict[Arm, list[Run]]) -> Finding:
@@ -166,8 +166,10 @@ def _basin_finding(by_arm: dict[Arm, list[Run]], at_best: dict[Arm, list[Run]]) 
     rates = sorted({run.learning_rate for runs in by_arm.values() for run in runs if run.learning_rate})
     rows = []
     for arm, runs in by_arm.items():
-        means = {rate: reading.final(of).mean for rate, of in reading.grouped(runs, lambda r: r.learning_rate).items()}
-        rows.append([label(arm), *(reading.number(means.get(rate), 3) for rate in rates)])
+        means = {
+            rate: analysis.final(of).mean for rate, of in analysis.grouped(runs, lambda r: r.learning_rate).items()
+        }
+        rows.append([label(arm), *(analysis.number(means.get(rate), 3) for rate in rates)])
     best = {label(arm): runs[0].learning_rate for arm, runs in at_best.items()}
     text = "Validation loss at every rate tried, means over the seeds that were run there. Best rates: "
     text += "; ".join(f"{name} {rate:g}" for name, rate in best.items()) + "."

@@ -11,8 +11,8 @@ from typing import Any
 
 from perex_t5x.experiments.report.folders import Study as Folder
 from perex_t5x.experiments.report.intervals import Mean
-from perex_t5x.experiments.report.runs import Run
-from perex_t5x.experiments.studies import reading, signs
+from perex_t5x.experiments.report.load import Run
+from perex_t5x.experiments.studies import analysis, signs
 from perex_t5x.experiments.studies.base import Finding, Stages, Study, arms, narrowed
 from perex_t5x.experiments.studies.noise_scale import over_seeds
 from perex_t5x.experiments.studies.tuning import tune
@@ -34,12 +34,12 @@ def stages(sweep: Sweep, extensions: int) -> Stages:
 
 
 def analyse(folder: Folder, path: str) -> list[Finding]:
-    by_arm = reading.grouped(folder.runs, lambda run: (run.batch_size, str(run.optimizer)))
+    by_arm = analysis.grouped(folder.runs, lambda run: (run.batch_size, str(run.optimizer)))
     at_best = {}
     for arm, runs in by_arm.items():
-        best = reading.best_rate(runs)
+        best = analysis.best_rate(runs)
         if best is not None:
-            at_best[arm] = [run for run in runs if run.finished and reading.rate_of(run) == best]
+            at_best[arm] = [run for run in runs if run.finished and analysis.rate_of(run) == best]
     found = [_order_finding(by_arm, at_best)] if at_best else []
     return [*found, *_snr_finding(at_best), *_signs_finding(path)]
 
@@ -48,14 +48,14 @@ def _order_finding(by_arm: dict[Any, list[Run]], at_best: dict[Any, list[Run]]) 
     rows, texts = [], []
     for size in sorted({size for size, _ in at_best}):
         here = {name: runs for (s, name), runs in at_best.items() if s == size}
-        ranked = sorted(here, key=lambda name: reading.final(here[name]).mean)
+        ranked = sorted(here, key=lambda name: analysis.final(here[name]).mean)
         latest = here.get(_LATEST, [])
         for name in ranked:
-            m, difference = reading.final(here[name]), reading.paired(here[name], latest)
-            edge = reading.on_edge(by_arm[size, name], reading.rate_of(here[name][0]))
-            less = f"{difference.mean:+.4f} ({reading.interval(difference)})" if difference.count else "–"
-            rows.append([size, name, reading.number(here[name][0].learning_rate, 5), "yes" if edge else "no",
-                         reading.number(m.mean), reading.interval(m), m.count, less])  # fmt: skip
+            m, difference = analysis.final(here[name]), analysis.paired(here[name], latest)
+            edge = analysis.on_edge(by_arm[size, name], analysis.rate_of(here[name][0]))
+            less = f"{difference.mean:+.4f} ({analysis.interval(difference)})" if difference.count else "–"
+            rows.append([size, name, analysis.number(here[name][0].learning_rate, 5), "yes" if edge else "no",
+                         analysis.number(m.mean), analysis.interval(m), m.count, less])  # fmt: skip
         texts.append(f"batch size {size}: {_ordered(ranked, here)}")
     edges = [f"{row[1]} at {row[0]}" for row in rows if row[3] == "yes"]
     text = (
@@ -78,7 +78,7 @@ def _ordered(ranked: Sequence[str], here: dict[str, list[Run]]) -> str:
     """
     text = ranked[0]
     for before, name in itertools.pairwise(ranked):
-        text += f" {'<' if reading.apart(reading.paired(here[before], here[name])) else '≈'} {name}"
+        text += f" {'<' if analysis.apart(analysis.paired(here[before], here[name])) else '≈'} {name}"
     return text
 
 
@@ -92,8 +92,8 @@ def _snr_finding(at_best: dict[Any, list[Run]]) -> list[Finding]:
         s = Mean(*(x**-0.5 for x in (scale.mean, scale.high, scale.low)), scale.count)  # s² = 1 / noise scale
         k = {"example": 1, "batch": size, "average": size * _averaged(runs[0])}[PLACES[name]]
         entering = s.mean * math.sqrt(k)
-        rows.append([size, name, reading.number(s.mean, 3), reading.interval(s, 3), reading.number(entering, 2),
-                     reading.number(math.erf(entering / math.sqrt(2)), 3)])  # fmt: skip
+        rows.append([size, name, analysis.number(s.mean, 3), analysis.interval(s, 3), analysis.number(entering, 2),
+                     analysis.number(math.erf(entering / math.sqrt(2)), 3)])  # fmt: skip
     if not rows:
         return []
     text = (
@@ -135,8 +135,8 @@ def _signs_finding(path: str) -> list[Finding]:
             if place == "example" and size != str(found["batch_sizes"][0]):
                 continue  # the same at every batch size
             shown = "1" if place == "example" else size
-            rows.append([entry["step"], place, shown, values["k"], reading.number(values["snr"], 3),
-                         *(reading.number(values[key], 3) for key in ("measured", "predicted", "pooled"))])  # fmt: skip
+            rows.append([entry["step"], place, shown, values["k"], analysis.number(values["snr"], 3),
+                         *(analysis.number(values[key], 3) for key in ("measured", "predicted", "pooled"))])  # fmt: skip
         wrong = next(v["wrong"] for v in entry["signs"].values() if "wrong" in v)
         texts.append(f"{wrong:.0%} at step {entry['step']}")
     text = (

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from perex_t5x.experiments.folder import write_atomically
-from perex_t5x.experiments.plan import Plan
-from perex_t5x.experiments.runs import Run
+from perex_t5x.experiments.sweep.directory import write_atomically
+from perex_t5x.experiments.sweep.plan import Plan
+from perex_t5x.experiments.sweep.runs import Run
 
 FILE = "signs.json"
 _COORDINATES = 4096  # of all parameters, drawn once
@@ -45,8 +45,8 @@ def measure(plan: Plan, folder: str, quick: bool) -> None:
 def along_training(run: Run, folder: str, sizes: Sequence[int], examples: int) -> dict[str, Any]:
     """Measurements after the warm-up and at the end of one run; its b1 says how far a moving average reaches."""
     from perex_t5x.data.feed import make_feed
-    from perex_t5x.experiments import configuration, settings
-    from perex_t5x.experiments.program import Program, parsed_arguments
+    from perex_t5x.experiments.sweep import configuration, settings
+    from perex_t5x.experiments.sweep.program import Program, parsed_arguments
 
     with configuration.quiet():
         configuration.parse(run.files, run.bindings, run.search_paths, run.folder(folder))

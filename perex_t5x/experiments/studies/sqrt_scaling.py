@@ -12,17 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from perex_t5x.experiments import axes
-from perex_t5x.experiments.collapse import Curve, collapse
 from perex_t5x.experiments.report import collapse_plot, dataset, intervals
+from perex_t5x.experiments.report.collapse import Curve, collapse
 from perex_t5x.experiments.report.collapse_plot import Panel
 from perex_t5x.experiments.report.folders import Study as Folder
 from perex_t5x.experiments.report.intervals import Mean
-from perex_t5x.experiments.report.runs import Run
-from perex_t5x.experiments.studies import reading
+from perex_t5x.experiments.report.load import Run
+from perex_t5x.experiments.studies import analysis
 from perex_t5x.experiments.studies.base import Finding, Stages, Study, arms, narrowed
 from perex_t5x.experiments.studies.tuning import tune
-from perex_t5x.experiments.sweep import Sweep
+from perex_t5x.experiments.sweep import Sweep, axes
 
 _PAPER = (
     "η ∝ √B gives similar learning curves, against examples seen, over a wide range of batch sizes; it breaks at large "
@@ -57,15 +56,15 @@ def _collapse_finding(panels: Sequence[Panel]) -> Finding:
     for panel in ranked:
         number = _exponential(jackknife(panel.runs, lambda runs, p=panel: math.log(_collapse(p, runs).number)))
         rows.append(
-            [panel.label, reading.number(panel.found.number, 2), reading.interval(number, 2),
-             reading.number(panel.found.across_batch), reading.number(panel.found.across_seed), _beside(plain, panel)]
+            [panel.label, analysis.number(panel.found.number, 2), analysis.interval(number, 2),
+             analysis.number(panel.found.across_batch), analysis.number(panel.found.across_seed), _beside(plain, panel)]
         )  # fmt: skip
     best, sizes = ranked[0], ranked[0].found.batch_sizes
     text = f"Over batch sizes {sizes[0]} to {sizes[-1]} the curves lie closest under {best.label}"
     text += f" ({best.found.number:.2f})" if math.isfinite(best.found.number) else ""
     for other in ranked[1:]:
         ratio = jackknife([*best.runs, *other.runs], lambda runs, o=other: _log_ratio(best, o, runs))
-        clear = "" if reading.apart(ratio) else ", which is not clearly apart"
+        clear = "" if analysis.apart(ratio) else ", which is not clearly apart"
         text += f"; {other.label} {other.found.number:.2f}{clear}"
     text += (
         f". Curves that differ by seeds only would give {best.found.perfect:.2f}. Intervals are jackknife t-intervals over "
@@ -101,7 +100,7 @@ def _beside(plain: Panel | None, panel: Panel) -> str:
     if plain is None or plain is panel:
         return "–" if plain is None else "1"
     m = _exponential(jackknife([*plain.runs, *panel.runs], lambda runs: _log_ratio(plain, panel, runs)))
-    return f"{m.mean:.2f} ({reading.interval(m, 2)})"
+    return f"{m.mean:.2f} ({analysis.interval(m, 2)})"
 
 
 def _log_ratio(one: Panel, other: Panel, runs: Sequence[Run]) -> float:
@@ -143,7 +142,7 @@ def _range_finding(panels: Sequence[Panel]) -> list[Finding]:
         for end in ends:
             found = _collapse(panel, [run for run in panel.runs if run.batch_size <= end])
             number = found.number if found is not None else math.nan
-            cells.append(reading.number(number, 2))
+            cells.append(analysis.number(number, 2))
             if number <= 1:
                 reach[panel.label] = end
         rows.append(cells)
@@ -165,7 +164,7 @@ def _where_finding(panels: Sequence[Panel]) -> Finding:
         cells: list[Any] = [panel.label]
         for share in shares:
             m = intervals.mean_interval(_gaps(panel, low, high, share * panel.found.last))
-            cells.append(f"{m.mean:+.3f} ({reading.interval(m, 3)})")
+            cells.append(f"{m.mean:+.3f} ({analysis.interval(m, 3)})")
         rows.append(cells)
     sizes = panels[0].found.batch_sizes
     text = (
@@ -194,17 +193,19 @@ def _exponent_finding(runs: Sequence[Run]) -> list[Finding]:
     """How the best rate follows the batch size, from the basins of those that were tuned."""
     first = next((run.rule for run in runs), None)
     rows, points = [], []
-    for size, of_size in sorted(reading.grouped([r for r in runs if r.rule == first], lambda r: r.batch_size).items()):
-        by_rate = reading.grouped([r for r in of_size if r.finished], lambda r: r.learning_rate)
+    for size, of_size in sorted(analysis.grouped([r for r in runs if r.rule == first], lambda r: r.batch_size).items()):
+        by_rate = analysis.grouped([r for r in of_size if r.finished], lambda r: r.learning_rate)
         # The best rate was run with more seeds than the others: compared are those that all have.
         seeds = set.intersection(*({r.seed for r in group} for group in by_rate.values())) if by_rate else set()
-        losses = {rate: reading.final([r for r in group if r.seed in seeds]).mean for rate, group in by_rate.items()}
+        losses = {rate: analysis.final([r for r in group if r.seed in seeds]).mean for rate, group in by_rate.items()}
         best = lowest(losses)
         if best is not None:
             points.append((math.log(size), math.log(best)))
             grid = sorted(losses)
             edge = min(losses, key=lambda r: losses[r]) in (grid[0], grid[-1])
-            rows.append([size, reading.number(best, 5), reading.number(min(losses.values())), "yes" if edge else "no"])
+            rows.append(
+                [size, analysis.number(best, 5), analysis.number(min(losses.values())), "yes" if edge else "no"]
+            )
     if len(points) < 2:
         return []
     x, y = np.asarray(points).T

@@ -21,9 +21,8 @@ from typing import Any
 from absl import flags
 
 from perex_t5x.errors import ConfigError, TrainingError, did_you_mean
-from perex_t5x.launching import checks, collecting, estimate, names, package, program
+from perex_t5x.launching import bundle, checks, collect, estimate, names, program
 from perex_t5x.launching.checks import say
-from perex_t5x.launching.commands import Commands
 from perex_t5x.launching.gcloud import existing, following, quota, resource, steps
 from perex_t5x.launching.gcloud.following import Follower
 from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
@@ -31,6 +30,7 @@ from perex_t5x.launching.gcloud.session import Options, Session
 from perex_t5x.launching.gcloud.steps import Steps
 from perex_t5x.launching.leftovers import Leftovers, still_there
 from perex_t5x.launching.request import Request, define_flags
+from perex_t5x.launching.shell import Commands
 
 # Steps that need to know what shall run; the others find what is there by its name.
 _WITH_WORK = ("launch", "check", "create", "copy")
@@ -88,9 +88,9 @@ def _main(args: Any, words: list[str]) -> int:
     return _by_name(command, args, request, todo, options)
 
 
-def _check(request: Request, todo: Steps) -> tuple[package.Checkout, estimate.Estimate]:
+def _check(request: Request, todo: Steps) -> tuple[bundle.Checkout, estimate.Estimate]:
     """Everything that can be known before something is created."""
-    files = package.checkout(request.allow_uncommitted)
+    files = bundle.checkout(request.allow_uncommitted)
     commands = todo.commands
     checks.bucket(request, commands)
     checks.zone_has(request, commands)
@@ -132,7 +132,7 @@ def _join(request: Request, todo: Steps, options: Options, url: str, state: str)
                 todo.wait(options.wait_hours)
             status = todo.status()
             if re.search(r"^\S+ (nothing here|not started)", status, re.MULTILINE) and not todo.uploaded(url):
-                todo.upload(request, package.checkout(request.allow_uncommitted))  # `create` alone has brought nothing
+                todo.upload(request, bundle.checkout(request.allow_uncommitted))  # `create` alone has brought nothing
     except BaseException as e:
         e.add_note(still_there(todo.target.what, todo.target.delete()))
         raise
@@ -140,7 +140,7 @@ def _join(request: Request, todo: Steps, options: Options, url: str, state: str)
         say("the program there has stopped: it is started again, with the package as it is now")
         with Leftovers(todo.commands, request.keep) as leftovers:
             leftovers.add(todo.target.what, todo.target.delete())
-            todo.upload(request, package.checkout(request.allow_uncommitted))
+            todo.upload(request, bundle.checkout(request.allow_uncommitted))
             todo.stop()
             run.prepare()
             leftovers.keep(todo.target.what)
@@ -178,7 +178,7 @@ def _by_name(command: str, args: Any, request: Request, todo: Steps, options: Op
     if command == "collect":
         if not args.dir:
             raise ConfigError("collect from where? Give --dir=gs://..., the sweep's or the run's folder.")
-        collecting.collect(names.check_bucket_path(args.dir), request.name, options.out, todo.commands)
+        collect.collect(names.check_bucket_path(args.dir), request.name, options.out, todo.commands)
         return 0
     if command == "delete":
         todo.delete()
@@ -203,7 +203,7 @@ def _by_name(command: str, args: Any, request: Request, todo: Steps, options: Op
 
 
 def _copy(request: Request, todo: Steps) -> None:
-    files = package.checkout(request.allow_uncommitted)
+    files = bundle.checkout(request.allow_uncommitted)
     _find(todo, request)
     with _named(todo):
         todo.copy(todo.upload(request, files))

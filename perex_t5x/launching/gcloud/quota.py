@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from perex_t5x.launching.accelerators import Slice
+from perex_t5x.hardware.accelerators import Slice
 from perex_t5x.launching.checks import say
-from perex_t5x.launching.commands import Commands
 from perex_t5x.launching.request import Request
+from perex_t5x.launching.shell import Commands
 
 # On demand, and spot.
 _IDS = {

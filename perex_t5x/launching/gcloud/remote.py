@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shlex
 
-from perex_t5x.launching import package
+from perex_t5x.launching import bundle
 
 EXIT = "perex-exit"  # begins the last line of `follow`
 _PYTHONS = "python3.13 python3.12 python3.11"
@@ -54,7 +54,7 @@ def install(name: str, python: str | None = None) -> str:
         missing = f"echo {shlex.quote(f'there is no {python} on this host')} >&2; exit 1"
     else:
         missing = f"{apt} update || true; {apt} install python3.11 python3.11-venv; py=$(command -v python3.11)"
-    wheel = shlex.quote(f"./{package.WHEEL}[tpu]")
+    wheel = shlex.quote(f"./{bundle.WHEEL}[tpu]")
     return "; ".join(
         [
             "set -eu",
@@ -71,7 +71,7 @@ def install(name: str, python: str | None = None) -> str:
             "more=$(ls packages/*.whl 2>/dev/null || true)",
             f"venv/bin/python -m pip install --quiet --constraint=constraints.txt {wheel} $more",
             # The same version, maybe from another commit.
-            f"venv/bin/python -m pip install --quiet --force-reinstall --no-deps ./{package.WHEEL} $more",
+            f"venv/bin/python -m pip install --quiet --force-reinstall --no-deps ./{bundle.WHEEL} $more",
             'echo "$sum" > installed',
         ]
     )

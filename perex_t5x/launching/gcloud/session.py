@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from perex_t5x import cli
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.launching import collecting
+from perex_t5x.launching import collect
 from perex_t5x.launching.checks import say
 from perex_t5x.launching.gcloud import existing, following
 from perex_t5x.launching.gcloud.following import Follower
@@ -202,7 +202,7 @@ class Session:
         self._named = True
         with Leftovers(self.steps.commands, self.request.keep) as leftovers:
             leftovers.add(self.steps.target.what, self.steps.target.delete())
-            collecting.collect(self.request.work.root, self.request.name, self.options.out, self.steps.commands)
+            collect.collect(self.request.work.root, self.request.name, self.options.out, self.steps.commands)
             if self.request.keep:
                 say(still_there(self.steps.target.what, self.steps.target.delete()))
             else:

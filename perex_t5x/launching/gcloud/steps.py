@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.launching import leftovers, package, refusals
+from perex_t5x.launching import bundle, leftovers, refusals
 from perex_t5x.launching.checks import say
-from perex_t5x.launching.commands import Commands, Completed
 from perex_t5x.launching.gcloud import remote, resource
 from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
 from perex_t5x.launching.request import Request
+from perex_t5x.launching.shell import Commands, Completed
 
 # Failures of the way to the cloud, not of the request. Names and limits have numbers in them, too: 500 alone says nothing.
 _PASSING = (
@@ -158,12 +158,12 @@ class Steps:
                 raise TrainingError(f"{doing} failed on {which}, {_SSH_RETRIES + 1} times:\n{done.said}")
         return "".join(said)
 
-    def upload(self, request: Request, files: package.Checkout) -> str:
+    def upload(self, request: Request, files: bundle.Checkout) -> str:
         """Builds the bundle and brings it to the bucket; returns its address."""
-        target = package.folder(request.name)
+        target = bundle.folder(request.name)
         url = bundle_url(request.work.root, request.name)
-        with package.alone(target, self.commands.dry_run):
-            packed = package.build(request.work, target, files, self.commands, request.with_package)
+        with bundle.alone(target, self.commands.dry_run):
+            packed = bundle.build(request.work, target, files, self.commands, request.with_package)
             for source, name in ((packed, "bundle.tar.gz"), (f"{target}/bundle/jobs.json", "jobs.json")):
                 argv = ["gcloud", "storage", "cp", source, f"{url}/{name}", f"--project={self.target.project}"]
                 done = self.commands.run(argv, check=False, retries=3, retry_on=_PASSING)

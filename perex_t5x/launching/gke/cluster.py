@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.launching.commands import CommandError, Commands, Completed
 from perex_t5x.launching.gke.manifest import LAUNCH_LABEL, NAME_LABEL, RUN_LABEL
+from perex_t5x.launching.shell import CommandError, Commands, Completed
 
 JOBSETS = "jobsets.jobset.x-k8s.io"
 ALREADY_EXISTS = r"\(AlreadyExists\)"

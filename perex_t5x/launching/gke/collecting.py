@@ -7,12 +7,12 @@ import os
 from collections.abc import Sequence
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.launching import collecting
-from perex_t5x.launching.commands import Commands
+from perex_t5x.launching import collect as collecting
 from perex_t5x.launching.gke.cluster import Cluster
 from perex_t5x.launching.gke.manifest import LAUNCH_LABEL, NAME_LABEL
 from perex_t5x.launching.gke.options import JOBS_FILE
-from perex_t5x.launching.jobs import Work
+from perex_t5x.launching.shell import Commands
+from perex_t5x.launching.spec import Work
 
 
 def work_of(cluster: Cluster, group: str) -> Work:

@@ -30,13 +30,13 @@ from typing import Any
 
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.launching import checks, names, program, request
-from perex_t5x.launching.commands import Commands
-from perex_t5x.launching.gke import asking, collecting, creating, following, looking, options
+from perex_t5x.launching.gke import asking, collecting, create, logs, looking, options
 from perex_t5x.launching.gke import checks as cluster_checks
 from perex_t5x.launching.gke.cluster import Cluster, connected
 from perex_t5x.launching.gke.text import as_yaml
 from perex_t5x.launching.leftovers import Leftovers
 from perex_t5x.launching.request import Request
+from perex_t5x.launching.shell import Commands
 
 # Seconds that a process waits for the others: nodes come up, and pull the image, minutes apart. Giving up is final.
 _PATIENCE = "3600"
@@ -76,12 +76,12 @@ def _launch(args: Any) -> int:
     cluster = _cluster(args)
     cluster_checks.check(cluster, plans[0].shape)
     try:
-        former = creating.check_free(cluster, plans)
+        former = create.check_free(cluster, plans)
         _check(asked, cluster, plans)
         with Leftovers(cluster.commands, asked.keep) as leftovers:
-            what = creating.create(cluster, plans, former, leftovers)
-            return following.follow(cluster, asked.name, args.poll_seconds, lambda: leftovers.keep(what))
-    except creating.AlreadyRunningError as e:
+            what = create.create(cluster, plans, former, leftovers)
+            return logs.follow(cluster, asked.name, args.poll_seconds, lambda: leftovers.keep(what))
+    except create.AlreadyRunningError as e:
         return _offer(e, cluster, asked, args)
 
 
@@ -126,16 +126,16 @@ def _check_bucket(asked: Request, commands: Commands) -> None:
         checks.say("note: whether the bucket exists is not known: there is no gcloud here, or no --project.")
 
 
-def _offer(error: creating.AlreadyRunningError, cluster: Cluster, asked: Request, args: Any) -> int:
+def _offer(error: create.AlreadyRunningError, cluster: Cluster, asked: Request, args: Any) -> int:
     """Follows the launch that is there, if that is wanted."""
-    how = following.command("follow", cluster, error.group)
+    how = logs.command("follow", cluster, error.group)
     if not asked.yes and not sys.stdin.isatty():
         raise ConfigError(f"{error}\nTo follow it: {how}") from None
     checks.say(str(error))
     if not asked.yes and not asking.yes("Follow it? [y/N] "):
         checks.say(f"nothing was created. To follow it: {how}")
         return 0
-    return following.follow(cluster, error.group, args.poll_seconds)
+    return logs.follow(cluster, error.group, args.poll_seconds)
 
 
 def _manifest(args: Any) -> int:
@@ -153,7 +153,7 @@ def _manifest(args: Any) -> int:
 
 
 def _follow(args: Any) -> int:
-    return following.follow(_cluster(args), _name(args), args.poll_seconds)
+    return logs.follow(_cluster(args), _name(args), args.poll_seconds)
 
 
 def _status(args: Any) -> int:

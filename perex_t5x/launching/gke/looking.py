@@ -5,7 +5,7 @@ from __future__ import annotations
 from perex_t5x.errors import ConfigError
 from perex_t5x.launching.gke import state as states
 from perex_t5x.launching.gke.cluster import Cluster
-from perex_t5x.launching.gke.following import command
+from perex_t5x.launching.gke.logs import command
 from perex_t5x.launching.gke.state import State
 
 

@@ -39,7 +39,7 @@ def reparsed(argv: Sequence[str] | None = None) -> list[str]:
       ConfigError: --gin.NAME without a value.
     """
     from perex_t5x import gin_utils
-    from perex_t5x.experiments.command import rewritten
+    from perex_t5x.experiments.sweep.command import rewritten
 
     script, *given = script_arguments(sys.argv if argv is None else argv)
     given = rewritten(gin_utils.rewrite_gin_args(given))

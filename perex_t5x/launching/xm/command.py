@@ -10,7 +10,8 @@ from typing import Any
 
 from absl import flags
 
-from perex_t5x import cli, console
+from perex_t5x import cli
+from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.launching import program, request
 from perex_t5x.launching.xm import arguments

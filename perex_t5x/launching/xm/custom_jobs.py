@@ -11,9 +11,9 @@ from typing import Any
 
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.launching import names
-from perex_t5x.launching.commands import Commands
-from perex_t5x.launching.jobs import Work
 from perex_t5x.launching.leftovers import Leftovers
+from perex_t5x.launching.shell import Commands
+from perex_t5x.launching.spec import Work
 from perex_t5x.launching.xm.experiment import close_quietly
 
 REGION = "us-central1"  # XManager's own, which it cannot be told

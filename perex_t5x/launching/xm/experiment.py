@@ -22,9 +22,9 @@ from typing import Any, BinaryIO
 from absl import logging
 
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.experiments import folder as folders
-from perex_t5x.experiments import processes
-from perex_t5x.experiments.runs import Run
+from perex_t5x.experiments.sweep import directory as folders
+from perex_t5x.experiments.sweep import processes
+from perex_t5x.experiments.sweep.runs import Run
 from perex_t5x.launching.xm import records, unit
 
 
@@ -68,7 +68,7 @@ class Experiment:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def child(self, run: Run, root: str, environment: dict[str, str]) -> processes.Child:
-        """Starts a run as a work unit; for `perex_t5x.experiments.running.run`."""
+        """Starts a run as a work unit; for `perex_t5x.experiments.sweep.execute.run`."""
         return _WorkUnit(self, run, root, environment)
 
     def add(self, run: Run, command: list[str], environment: Mapping[str, str], log: str) -> UnitProcess:

@@ -10,9 +10,9 @@ import time
 from typing import TextIO
 
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.experiments.folder import Folder, InUseError
-from perex_t5x.experiments.plan import Plan
-from perex_t5x.experiments.runs import Result
+from perex_t5x.experiments.sweep.directory import Folder, InUseError
+from perex_t5x.experiments.sweep.plan import Plan
+from perex_t5x.experiments.sweep.runs import Result
 from perex_t5x.launching.checks import answer
 
 _PERIOD = float(os.environ.get("PEREX_T5X_PROGRESS_SECONDS", "5"))

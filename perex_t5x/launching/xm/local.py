@@ -6,10 +6,10 @@ import os
 from typing import Any
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.experiments import command
-from perex_t5x.experiments.folder import InUseError
-from perex_t5x.experiments.plan import Plan
-from perex_t5x.experiments.runs import Result, absolute
+from perex_t5x.experiments.sweep import command
+from perex_t5x.experiments.sweep.directory import InUseError
+from perex_t5x.experiments.sweep.plan import Plan
+from perex_t5x.experiments.sweep.runs import Result, absolute
 from perex_t5x.launching.xm import following, single
 from perex_t5x.launching.xm.experiment import Experiment
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from perex_t5x import cli
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.experiments import command, processes, running
-from perex_t5x.experiments.folder import Folder, InUseError, result_of_metrics
-from perex_t5x.experiments.overview import Overview
-from perex_t5x.experiments.runs import DONE, STOPPED, Result, Run, absolute
-from perex_t5x.launching import jobs
+from perex_t5x.experiments.sweep import command, execute, processes
+from perex_t5x.experiments.sweep.directory import Folder, InUseError, result_of_metrics
+from perex_t5x.experiments.sweep.overview import Overview
+from perex_t5x.experiments.sweep.runs import DONE, STOPPED, Result, Run, absolute
+from perex_t5x.launching import spec
 from perex_t5x.launching.xm import following
 from perex_t5x.launching.xm.experiment import Experiment
 
@@ -57,7 +57,7 @@ def _run(args: Any, run: SingleRun) -> int:
     with Folder(run.model_dir).locked(), Experiment(args.name or run.name, record) as experiment:
         results: list[Result] = []
         stop = threading.Event()
-        with Overview([run], {}) as show, running._asking_to_stop(stop):
+        with Overview([run], {}) as show, execute._asking_to_stop(stop):
 
             def finished(_: Run, result: Result) -> None:
                 results.append(result)
@@ -95,7 +95,7 @@ def from_flags(args: Any) -> SingleRun:
             raise ConfigError(f"--{name} is for a sweep: give --sweep, too.")
     bindings = [*args.gin_bindings, *([f"MODEL_DIR = {absolute(args.dir)!r}"] if args.dir else [])]
     command.start(args)
-    parsed = jobs.parse(args, bindings)
+    parsed = spec.parse(args, bindings)
     if (folder := parsed.folder) is None:
         raise ConfigError("the Gin files have no MODEL_DIR: give those of a run, and --gin.MODEL_DIR=FOLDER.")
     if "://" in folder:

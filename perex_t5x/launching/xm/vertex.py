@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.launching import checks, image, jobs, names, package
-from perex_t5x.launching.commands import Commands
+from perex_t5x.launching import bundle, checks, image, names, spec
+from perex_t5x.launching.shell import Commands
 from perex_t5x.launching.xm import custom_jobs, experiment, handover
 from perex_t5x.launching.xm.custom_jobs import CORES, REGION
 
@@ -21,7 +21,7 @@ def launch(args: Any) -> int:
     """Checks, builds the image if none is given, asks, and creates a job for every run; does not wait for them."""
     if args.topology:
         kind_of(args.topology, args)
-    work = jobs.make(args)
+    work = spec.make(args)
     kind = kind_of(args.topology or work.topology, args)
     name = names.check_name(args.name or names.suggestion(work.name) or work.name)
     _check_work(args, work)
@@ -64,7 +64,7 @@ def kind_of(topology: str | None, args: Any) -> str:
     )
 
 
-def _check_work(args: Any, work: jobs.Work) -> None:
+def _check_work(args: Any, work: spec.Work) -> None:
     flag = "--dir" if work.sweep else "--gin.MODEL_DIR"
     for path in {work.root, *(job.model_dir for job in work.jobs)}:
         names.check_bucket_path(path, flag)
@@ -83,7 +83,7 @@ def _check_work(args: Any, work: jobs.Work) -> None:
             raise ConfigError(f"--{name} is not for --executor=vertex: XManager asks for one TPU a run, in {REGION}.")
 
 
-def _image(args: Any, name: str, work: jobs.Work, commands: Commands) -> tuple[str, Callable[[], Any]]:
+def _image(args: Any, name: str, work: spec.Work, commands: Commands) -> tuple[str, Callable[[], Any]]:
     """Its name, and what makes it once that is confirmed."""
     if args.image:
         return image.check_image(args.image), lambda: None
@@ -93,20 +93,20 @@ def _image(args: Any, name: str, work: jobs.Work, commands: Commands) -> tuple[s
             "be put (./launch/build_image.py does it by itself)."
         )
     repository = image.check_repository(args.repository)
-    files = package.checkout(args.allow_uncommitted)
+    files = bundle.checkout(args.allow_uncommitted)
     # The Gin files that travel along are part of it.
     tag = f"{files.commit}-{work.fingerprint}" if work.gin_files else files.commit
 
     def build() -> None:
-        target = package.folder(f"image-{name}-{files.commit}")
-        with package.alone(target, args.dry_run):
+        target = bundle.folder(f"image-{name}-{files.commit}")
+        with bundle.alone(target, args.dry_run):
             folder = image.context(target, files, commands, args.with_package, args.allow_uncommitted, work.gin_files)
             image.build(folder, f"{repository}:{tag}", files, commands)
 
     return f"{repository}:{tag}", build
 
 
-def _summary(args: Any, name: str, work: jobs.Work, used: str) -> str:
+def _summary(args: Any, name: str, work: spec.Work, used: str) -> str:
     runs = f"{len(work.jobs)} runs, all at once, each on one" if len(work.jobs) > 1 else "one run on one"
     topology = args.topology or work.topology
     return "\n".join(

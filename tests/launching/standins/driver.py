@@ -4,15 +4,15 @@ import json
 import os
 import sys
 
-from perex_t5x.launching import checks, package, program
-from perex_t5x.launching.accelerators import Slice
-from perex_t5x.launching.commands import Commands
+from perex_t5x.hardware.accelerators import Slice
+from perex_t5x.launching import bundle, checks, program
 from perex_t5x.launching.gcloud import command, session
 from perex_t5x.launching.gcloud.resource import Resource
 from perex_t5x.launching.gcloud.session import Options
 from perex_t5x.launching.gcloud.steps import Steps
-from perex_t5x.launching.jobs import Job, Work
 from perex_t5x.launching.request import Request
+from perex_t5x.launching.shell import Commands
+from perex_t5x.launching.spec import Job, Work
 
 
 def copy_source(files, target, source, commands):
@@ -23,9 +23,9 @@ def copy_source(files, target, source, commands):
 
 def main():
     given = json.load(open(f"{os.environ['STANDIN_DIR']}/work.json"))
-    package._copy_source = copy_source
-    package._wheel = lambda source, target, commands: None
-    package.checkout = lambda allow=False, root=None: package.Checkout("/checkout", "0123456789ab")
+    bundle._copy_source = copy_source
+    bundle._wheel = lambda source, target, commands: None
+    bundle.checkout = lambda allow=False, root=None: bundle.Checkout("/checkout", "0123456789ab")
     session._MOST_LOOKS = 3
     checks.check_gin = lambda request, commands: None
     jobs = tuple(Job(**{**job, "arguments": tuple(job["arguments"])}) for job in given["jobs"])

@@ -1,0 +1,91 @@
+"""What analyses share: choosing runs, means over seeds, and how numbers are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from perex_t5x.experiments.report import intervals
+from perex_t5x.experiments.report.intervals import Mean
+from perex_t5x.experiments.report.load import Run
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def grouped(runs: Sequence[Run], key: Callable[[Run], Key]) -> dict[Key, list[Run]]:
+    """Runs by a key, in the order of the first of each.
+
+    >>> {k: [r.name for r in rs] for k, rs in grouped([Run("a", seed=0), Run("b", seed=1)], lambda r: r.seed).items()}
+    {0: ['a'], 1: ['b']}
+    """
+    found: dict[Key, list[Run]] = {}
+    for run in runs:
+        found.setdefault(key(run), []).append(run)
+    return found
+
+
+def final(runs: Sequence[Run]) -> Mean:
+    """The final validation loss over seeds."""
+    return intervals.mean_interval([run.final_loss for run in runs if run.finished])
+
+
+def rate_of(run: Run) -> float:
+    """Where in its grid a run's rate stands: relative where the sweep says so, else absolute."""
+    return run.values.get("rate_factor", run.values.get("learning_rate", run.learning_rate or 0.0))
+
+
+def best_rate(runs: Sequence[Run]) -> float | None:
+    """Of runs that differ in rate and seed: the rate of the lowest mean, among those with most finished seeds.
+
+    Where rates were tuned on a few seeds and one was then run on all, that one is it.
+    """
+    by_rate = {rate: [r for r in rs if r.finished] for rate, rs in grouped(runs, rate_of).items()}
+    by_rate = {rate: rs for rate, rs in by_rate.items() if rs}
+    if not by_rate:
+        return None
+    most = max(len(rs) for rs in by_rate.values())
+    full = [rate for rate, rs in by_rate.items() if len(rs) == most]
+    return min(full, key=lambda rate: final(by_rate[rate]).mean)
+
+
+def on_edge(runs: Sequence[Run], best: float | None) -> bool:
+    """Whether the rate is the smallest or largest tried; one that failed counts as tried."""
+    tried = [rate_of(run) for run in runs]
+    return best is not None and len(set(tried)) > 1 and best in (min(tried), max(tried))
+
+
+def paired(runs: Sequence[Run], others: Sequence[Run]) -> Mean:
+    """The difference of final losses, seed by seed: the same seed has the same start and the same batches.
+
+    >>> a = [Run("a", seed=s, status="done", final_loss=2.0 + s) for s in range(3)]
+    >>> b = [Run("b", seed=s, status="done", final_loss=1.5 + s) for s in range(3)]
+    >>> paired(a, b).mean
+    0.5
+    """
+    losses = {run.seed: run.final_loss for run in others if run.finished}
+    return intervals.mean_interval(
+        [run.final_loss - losses[run.seed] for run in runs if run.finished and run.seed in losses]
+    )
+
+
+def apart(difference: Mean) -> bool:
+    """Whether the interval leaves out 0; never with fewer than three seeds."""
+    return difference.count > 2 and (difference.low > 0 or difference.high < 0)
+
+
+def interval(m: Mean, digits: int = 4) -> str:
+    """Low and high.
+
+    >>> interval(Mean(1.5, 1.0, 2.0, 3), 2), interval(Mean(1.5, np.nan, np.nan, 1))
+    ('1.00 to 2.00', 'one seed')
+    """
+    if not m.count:
+        return "none finished"
+    return "one seed" if m.count == 1 else f"{m.low:.{digits}f} to {m.high:.{digits}f}"
+
+
+def number(value: Any, digits: int = 4) -> float | None:
+    """For a table: rounded; None for what is not a number."""
+    return round(float(value), digits) if value is not None and np.isfinite(value) else None

@@ -1,0 +1,223 @@
+"""A sweep's folder: sweep.json, results.csv, runs/<name>/result.json, and a lock.
+
+A run's result.json is written last and in whole: where it is, the run is finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import io
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from perex_t5x.errors import ConfigError
+from perex_t5x.experiments.sweep.runs import DONE, FAILED, Result, Run
+
+if TYPE_CHECKING:
+    from perex_t5x.experiments.sweep.plan import Plan
+
+COLUMNS = ("steps", "examples_seen", "train_loss", "eval_loss", "best_eval_loss", "seconds", "error")
+
+
+class InUseError(ConfigError):
+    """Another process of this machine holds the folder."""
+
+    def __init__(self, message: str, process: str):
+        super().__init__(message)
+        self.process = process
+
+
+class Folder:
+    """Reads and writes what a sweep keeps."""
+
+    def __init__(self, root: str):
+        self.root = root
+
+    def path(self, *parts: str) -> str:
+        return os.path.join(self.root, *parts)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the folder against other sweeps on this machine. The system lets go of it when the process ends, however."""
+        try:
+            os.makedirs(self.root, exist_ok=True)
+            # Kept open: closing it lets go of the lock.
+            file = open(self.path(".lock"), "a+", encoding="utf-8")  # noqa: SIM115
+        except OSError as e:
+            raise ConfigError(f"--dir={self.root} cannot be written: {e.strerror or e}. Choose another folder.") from e
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                process = file.read().strip() or "?"
+                raise InUseError(
+                    f"--dir={self.root}: a sweep is running in this folder (process {process}). Wait for it, stop it with "
+                    "Ctrl-C, or choose another folder.",
+                    process,
+                ) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+    # --- the description ----------------------------------------------------------------------------------------------
+
+    def check(self, plan: Plan) -> list[str]:
+        """What of a sweep that the folder already holds does not fit this one."""
+        former = self.description()
+        if former is None:
+            if os.path.isdir(self.path("runs")) and os.listdir(self.path("runs")):
+                return [f"--dir={self.root} has a folder runs/, but no sweep.json. Choose another folder."]
+            return []
+        current = plan.described()
+        another = f"--dir={self.root} holds another sweep"
+        if former.get("name") != current["name"]:
+            return [f"{another}, {former.get('name')!r}. Choose another folder."]
+        if set(former.get("axes", {})) != set(current["axes"]):
+            return [f"{another}, over {', '.join(former.get('axes', {}))}, not {', '.join(current['axes'])}."]
+        slips = []
+        for key, flag in (("gin_files", "--gin_file"), ("gin_bindings", "--gin.NAME")):
+            if former.get(key) != current[key]:
+                slips.append(
+                    f"{another}: {flag} was {former.get(key)}, and is now {current[key]}. Choose another folder."
+                )
+        known = {run["name"]: run for run in former.get("runs", [])}
+        for run in current["runs"]:
+            old = known.get(run["name"])
+            if old is not None and any(old.get(key) != _plain(run[key]) for key in ("values", "files", "bindings")):
+                slips.append(
+                    f"{another}: its run {run['name']} is {'; '.join(old.get('bindings', []))}, and would now be "
+                    f"{'; '.join(run['bindings'])}. Choose another folder."
+                )
+                break  # the others would say the same
+        return slips
+
+    def description(self) -> dict[str, Any] | None:
+        try:
+            with open(self.path("sweep.json"), encoding="utf-8") as f:
+                return json.load(f)
+        except FileNotFoundError:
+            return None
+        except ValueError as e:
+            raise ConfigError(
+                f"{self.path('sweep.json')} cannot be read: {e}. Remove it, or choose another --dir."
+            ) from e
+
+    def write_description(self, plan: Plan) -> list[dict[str, Any]]:
+        """Writes sweep.json; runs that the folder held before and that are not asked for now stay in it. Returns all."""
+        current = plan.described()
+        names = {run["name"] for run in current["runs"]}
+        kept = [run for run in (self.description() or {}).get("runs", []) if run["name"] not in names]
+        current["runs"] += kept
+        for run in kept:
+            for axis, value in run["values"].items():
+                if value not in current["axes"].setdefault(axis, []):
+                    current["axes"][axis].append(value)
+        write_atomically(self.path("sweep.json"), json.dumps(current, indent=1, ensure_ascii=False) + "\n")
+        return current["runs"]
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def result(self, run: Run | str) -> Result | None:
+        """Of a finished run; None for others."""
+        name = run if isinstance(run, str) else run.name
+        try:
+            with open(self.path("runs", name, "result.json"), encoding="utf-8") as f:
+                found = json.load(f)
+        except (FileNotFoundError, ValueError):
+            return None
+        known = {key: found[key] for key in Result.__dataclass_fields__ if key in found}
+        return Result(**known)
+
+    def write_result(self, run: Run, result: Result) -> None:
+        everything = {**result.as_dict(), "batch_size": run.batch_size, "learning_rate": run.learning_rate}
+        text = json.dumps({**everything, "seed": run.seed}, indent=1, ensure_ascii=False)
+        write_atomically(self.path("runs", run.name, "result.json"), text + "\n")
+
+    def clear_run(self, run: Run) -> None:
+        """Removes what an unfinished run has left behind."""
+        shutil.rmtree(self.path("runs", run.name), ignore_errors=True)
+
+    def write_results(self, described: Sequence[Mapping[str, Any]], results: Mapping[str, Result]) -> str:
+        """Writes results.csv, a row for every run of the folder; returns its path."""
+        axes = list(dict.fromkeys(axis for run in described for axis in run["values"]))
+        own = [axis for axis in axes if axis not in ("batch_size", "learning_rate", "seed")]
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(["name", "status", *own, "batch_size", "learning_rate", "seed", *COLUMNS])
+        for run in described:
+            result = results.get(run["name"]) or self.result(run["name"]) or Result(run["name"])
+            cells = [run["values"].get(axis, "") for axis in own]
+            cells += [run["batch_size"], run["learning_rate"], run["seed"]]
+            cells += [getattr(result, column) for column in COLUMNS]
+            writer.writerow([run["name"], result.status, *("" if cell is None else cell for cell in cells)])
+        write_atomically(self.path("results.csv"), text.getvalue())
+        return self.path("results.csv")
+
+
+def result_of_metrics(run: Run, folder: str, seconds: float, status: str = DONE, error: str = "") -> Result:
+    """What a run's metrics.jsonl says of it."""
+    train, evaluations = _read_metrics(os.path.join(folder, "metrics.jsonl"))
+    losses = [sum(found) / len(found) for _, found in sorted(evaluations.items())]
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    steps = max([train[0] if train else 0, *evaluations])
+    failed = status == FAILED
+    return Result(
+        name=run.name,
+        status=status,
+        final=True,
+        steps=steps,
+        examples_seen=steps * run.batch_size,
+        train_loss=train[1] if train and math.isfinite(train[1]) and not failed else None,
+        eval_loss=losses[-1] if losses and math.isfinite(losses[-1]) and not failed else None,
+        best_eval_loss=min(finite) if finite else None,
+        seconds=round(seconds, 3),
+        error=error,
+        values=dict(run.values),
+    )
+
+
+def _read_metrics(path: str) -> tuple[tuple[int, float] | None, dict[int, list[float]]]:
+    """(step and loss of the last log line), {step: validation losses of the tasks}."""
+    train, evaluations = None, {}
+    name = "loss_per_nonpadding_target_token"
+    try:
+        with open(path, encoding="utf-8") as f:
+            lines = f.readlines()
+    except FileNotFoundError:
+        return None, {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # half-written
+        if name not in row:
+            continue
+        if row["name"] == "train":
+            train = row["step"], float(row[name])
+        elif row["name"].startswith("training_eval/"):
+            evaluations.setdefault(row["step"], []).append(float(row[name]))
+    return train, evaluations
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return json.loads(json.dumps(value))
+
+
+def write_atomically(path: str, text: str) -> None:
+    """There in whole, or as it was."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    temporary = f"{path}.tmp"
+    with open(temporary, "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)

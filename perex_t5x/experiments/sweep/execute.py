@@ -1,0 +1,169 @@
+"""Runs what is not yet done of a plan, in a folder: `Sweep(...).plan(...).run(folder)`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from absl import logging
+
+from perex_t5x.errors import ConfigError
+from perex_t5x.experiments.sweep import twins
+from perex_t5x.experiments.sweep.directory import Folder
+from perex_t5x.experiments.sweep.overview import Overview
+from perex_t5x.experiments.sweep.runs import WAITING, Result, Run, absolute
+
+if TYPE_CHECKING:
+    from perex_t5x.experiments.sweep.plan import Plan
+
+
+def run(
+    plan: Plan,
+    folder: str,
+    *,
+    together: bool = False,
+    parallel: int | None = None,
+    only: str | None = None,
+    overview: Any = None,
+    programs: dict[str, Any] | None = None,
+    child: Any = None,
+) -> list[Result]:
+    """Runs what is not finished, and returns the results of all of the plan's runs, in its order.
+
+    Args:
+      plan: of `Sweep.plan`.
+      folder: where the sweep is, or will be. Finished runs in it are left as they are.
+      together: in this process, with one compiled step for runs that differ in rate and seed alone; else each run is a
+        process of its own.
+      parallel: how many runs at once; None: one, or `together` as many as there are cores.
+      only: a regular expression found in the names of the runs to run.
+      overview: a stream for the live overview; None: stderr.
+      programs: a dictionary that keeps what `together` compiles, for a later call in this process.
+      child: what starts a run, in place of `processes.Child`, such as a work unit of XManager.
+
+    Raises:
+      ConfigError: the folder holds another sweep, or one that is running.
+      KeyboardInterrupt: after Ctrl-C, once the runs have stopped.
+    """
+    folder = absolute(folder)
+    chosen = _chosen(plan.runs, only)
+    parallel = _checked_parallel(parallel, together)
+    kept = Folder(folder)
+    if slips := kept.check(plan):
+        raise ConfigError("\n".join(slips))
+    with kept.locked():
+        described = kept.write_description(plan)
+        results = {r.name: found for r in plan.runs if (found := kept.result(r)) is not None}
+        kept.write_results(described, results)
+        first_of = twins.firsts(chosen, results)
+        unfinished = [r for r in chosen if r.name not in results]
+        todo = [r for r in unfinished if first_of[r.name] is r]
+        if len(chosen) > len(unfinished):
+            logging.info("%d of %d runs are finished already", len(chosen) - len(unfinished), len(chosen))
+        writing = threading.Lock()
+
+        def finished(run: Run, result: Result) -> None:
+            with writing:
+                if result.final:
+                    kept.write_result(run, result)
+                results[run.name] = result
+                copied = copy_twins(run) if result.final else []
+                kept.write_results(described, results)
+            for ended in (result, *copied):
+                show.finished(ended)
+
+        def copy_twins(run: Run) -> list[Result]:
+            waiting = [r for r in unfinished if first_of[r.name] is run and r is not run]
+            for twin in waiting:
+                results[twin.name] = twins.copy(kept, run, twin, results[run.name])
+                kept.write_result(twin, results[twin.name])
+            return [results[twin.name] for twin in waiting]
+
+        stop = threading.Event()
+        for ended in [r for r in chosen if r.name in results]:
+            copy_twins(ended)
+        kept.write_results(described, results)
+        with Overview(chosen, results, stream=overview) as show, _asking_to_stop(stop):
+            if together:
+                _run_together(kept, todo, folder, show, finished, parallel, stop, programs)
+            else:
+                from perex_t5x.experiments.sweep import processes
+
+                processes.run_all(todo, folder, show, finished, parallel, stop, child or processes.Child)
+        if stop.is_set():
+            done = sum(r.name in results and results[r.name].final for r in plan.runs)
+            raise KeyboardInterrupt(
+                f"Stopped: {done} of {len(plan.runs)} runs are finished. The same command goes on with the others."
+            )
+    return [results.get(r.name) or Result(r.name, WAITING, values=r.values) for r in plan.runs]
+
+
+def _run_together(
+    kept: Folder,
+    todo: Sequence[Run],
+    folder: str,
+    show: Overview,
+    finished: Any,
+    parallel: int,
+    stop: threading.Event,
+    programs: dict[str, Any] | None,
+) -> None:
+    import jax
+
+    from perex_t5x.experiments.sweep import in_process
+
+    for one in todo:
+        kept.clear_run(one)  # there are no checkpoints to go on from
+    # Programs for several fake devices, read back from it, may crash: their collectives get mixed up.
+    is_fake = jax.default_backend() == "cpu" and jax.device_count() > 1
+    if jax.config.jax_compilation_cache_dir is None and not is_fake:
+        jax.config.update("jax_compilation_cache_dir", os.path.join(folder, ".jax_cache"))
+    if todo:
+        in_process.run_all(todo, folder, show, finished, parallel, stop, programs)
+
+
+def _chosen(runs: Sequence[Run], only: str | None) -> list[Run]:
+    if only is None:
+        return list(runs)
+    try:
+        pattern = re.compile(only)
+    except re.error as e:
+        raise ConfigError(f"--only={only!r} is not a regular expression: {e}.") from None
+    chosen = [run for run in runs if pattern.search(run.name)]
+    if not chosen:
+        raise ConfigError(f"--only={only!r} is found in none of the {len(runs)} runs' names, such as {runs[0].name}.")
+    return chosen
+
+
+def _checked_parallel(parallel: int | None, together: bool) -> int:
+    if parallel is None:
+        return len(os.sched_getaffinity(0)) if together else 1
+    if not isinstance(parallel, int) or parallel < 1:
+        raise ConfigError(f"--parallel={parallel!r}: must be at least 1.")
+    return parallel
+
+
+@contextlib.contextmanager
+def _asking_to_stop(stop: threading.Event) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM asks the runs to stop, the second ends at once: what is finished is written already."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(number: int, frame: Any) -> None:
+        if stop.is_set():
+            os._exit(130)
+        stop.set()
+        logging.info("asked to stop: the runs save and stop (once more stops at once)")
+
+    former = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

@@ -1,0 +1,229 @@
+"""From a sweep's description to its runs: parsed, scaled, named and checked before the first of them starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perex_t5x import cli
+from perex_t5x.errors import ConfigError
+from perex_t5x.experiments.sweep import Sweep, axes, configuration, description, rules, scaling, settings
+from perex_t5x.experiments.sweep.runs import Result, Run
+
+_GIN = re.compile(r"[@%][\w./]+(\(\))?")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All runs of a sweep.
+
+    Attributes:
+      sweep: what it was made from.
+      files, bindings, search_paths: what all runs have in common.
+      runs: in the order in which they are started.
+    """
+
+    sweep: Sweep
+    files: tuple[str, ...]
+    bindings: tuple[str, ...]
+    search_paths: tuple[str, ...]
+    runs: tuple[Run, ...]
+
+    def axes(self) -> dict[str, list[Any]]:
+        """Axis -> its values."""
+        return axes.values_by_axis([run.values for run in self.runs])
+
+    def described(self) -> dict[str, Any]:
+        """What sweep.json holds."""
+        sweep, first = self.sweep, self.runs[0]
+        names = sweep.rules
+        return {
+            "name": sweep.name,
+            "title": sweep.title,
+            "question": sweep.question,
+            "gin_files": list(self.files),
+            "gin_bindings": list(self.bindings),
+            "rule": (names[0] if len(names) == 1 else names) if sweep.batch_sizes is not None else None,
+            "base_batch_size": sweep.base_batch_size or first.base_batch_size,
+            "base_learning_rate": sweep.base_learning_rate or first.base_learning_rate,
+            "axes": self.axes(),
+            "weight_decay": rules.weight_decay_words(names, sweep.weight_decay_rule),
+            "runs": [run.described() for run in self.runs],
+        }
+
+    def run(self, folder: str, **options: Any) -> list[Result]:
+        """Runs what is not yet done in `folder`; see `perex_t5x.experiments.sweep.execute.run` for the options."""
+        from perex_t5x.experiments.sweep import execute
+
+        return execute.run(self, folder, **options)
+
+
+def make(
+    sweep: Sweep,
+    gin_files: Sequence[str] = (),
+    gin_bindings: Sequence[str] = (),
+    search_paths: Sequence[str] = (),
+    check: bool = True,
+    flags: Sequence[str] = (),
+) -> Plan:
+    """See `Sweep.plan`."""
+    slips: list[str] = []
+    parts = description.parts(sweep, slips)
+    asked, sweep = sweep, description.usable(sweep)
+    files = tuple(gin_files or sweep.gin_files)
+    if not files:
+        raise ConfigError("no Gin files: give --gin_file=..., or sweep.Sweep.gin_files = [...].")
+    common = tuple([*(f"{name} = {written(v)}" for name, v in sweep.gin_bindings.items()), *gin_bindings])
+    parse = _Parser(files, common, tuple(search_paths), set(sweep.files))
+    try:
+        parse()
+    except ConfigError as e:
+        raise ConfigError(_numbered([*slips, str(e)])) from e
+    parts = _known_bindings(parts, sweep, parse, slips)
+    runs = _runs(sweep, axes.product(parts), parse, slips)
+    if check:
+        configuration.check(runs, slips)
+    if slips:
+        raise ConfigError(_numbered(list(dict.fromkeys(slips))))
+    runs = [dataclasses.replace(run, flags=tuple(flags)) for run in runs]
+    return Plan(asked, files, common, tuple(search_paths), tuple(runs))
+
+
+def written(value: Any) -> str:
+    """A value as Gin reads it; a string that starts with @ or % is a reference.
+
+    >>> written(0.5), written("text"), written("@optax.adamw"), written("%BATCH_SIZE")
+    ('0.5', "'text'", '@optax.adamw', '%BATCH_SIZE')
+    """
+    return value if isinstance(value, str) and _GIN.fullmatch(value) else repr(value)
+
+
+def _numbered(slips: Sequence[str]) -> str:
+    slips = [cli.cleaned(slip).strip() for slip in slips]
+    if len(slips) == 1:
+        return f"sweep: {slips[0]}"
+    return "\n".join([f"the sweep has {len(slips)} slips:", *(f"{i}. {slip}" for i, slip in enumerate(slips, 1))])
+
+
+class _Parser:
+    """Parses the common configuration with some runs' files and bindings."""
+
+    def __init__(
+        self, files: tuple[str, ...], common: tuple[str, ...], search_paths: tuple[str, ...], file_axes: set[str]
+    ):
+        self.files, self.common, self.search_paths, self.file_axes = files, common, search_paths, file_axes
+
+    def all_files(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+        added = [values[axis] for axis in values if axis in self.file_axes]
+        return (*self.files, *(f for entry in added for f in ([entry] if isinstance(entry, str) else entry)))
+
+    def bindings(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """Those of the grid; batch size, rate and seed have their own ways."""
+        special = {*axes.OWN, *self.file_axes}
+        return tuple(f"{name} = {written(value)}" for name, value in values.items() if name not in special)
+
+    def __call__(self, values: Mapping[str, Any] | None = None) -> None:
+        values = values or {}
+        bindings = [*self.common, *self.bindings(values)]
+        configuration.parse(self.all_files(values), bindings, self.search_paths)
+
+
+def _known_bindings(parts: list[Any], sweep: Sweep, parse: _Parser, slips: list[str]) -> list[Any]:
+    """The parts whose files and bindings Gin knows, each tried by itself."""
+    kept = []
+    for part in parts:
+        wrong = set()
+        for i, setting in enumerate(part):
+            if set(setting) <= set(axes.OWN):
+                continue
+            try:
+                parse(setting)
+            except ConfigError as e:
+                wrong.add(i)
+                shown = ", ".join(f"{name} = {value!r}" for name, value in setting.items())
+                slips.append(f"{shown}: {cli.cleaned(str(e))}")
+                if not any(name in parse.file_axes for name in setting):
+                    wrong.update(range(len(part)))  # the name is wrong, not this value alone
+                    break
+        usable = [setting for i, setting in enumerate(part) if i not in wrong]
+        if usable:
+            kept.append(usable)
+    return kept
+
+
+def _runs(sweep: Sweep, combinations: list[dict[str, Any]], parse: _Parser, slips: list[str]) -> list[Run]:
+    """The runs that can be described; a rule that cannot be applied is a slip."""
+    bases: dict[tuple[Any, ...], settings.Base] = {}
+    found = []
+    for name, values in zip(axes.names(combinations), combinations, strict=True):
+        files, bindings = parse.all_files(values), parse.bindings(values)
+        try:
+            if (files, bindings) not in bases:
+                parse(values)
+                bases[files, bindings] = _checked_base(settings.read())
+            run = _run(name, values, sweep, bases[files, bindings], files, bindings, parse)
+        except ConfigError as e:
+            slips.append(str(e))
+            continue
+        found.append(run)
+    return found
+
+
+def _checked_base(base: settings.Base) -> settings.Base:
+    for setting in (base.batch_size, base.total_steps):
+        if not isinstance(setting.value, int) or isinstance(setting.value, bool) or setting.value < 1:
+            raise ConfigError(f"{setting.name} = {setting.value!r}: must be a positive whole number.")
+    return base
+
+
+def _run(
+    name: str,
+    values: dict[str, Any],
+    sweep: Sweep,
+    base: settings.Base,
+    files: tuple[str, ...],
+    bindings: tuple[str, ...],
+    parse: _Parser,
+) -> Run:
+    base_batch_size = sweep.base_batch_size or base.batch_size.value
+    base_rate = sweep.base_learning_rate or (base.rate.value if base.rate is not None else None)
+    rate = values.get(axes.LEARNING_RATE, sweep.base_learning_rate)
+    if axes.RATE_FACTOR in values:
+        if base_rate is None:
+            raise ConfigError("rate_factors needs a base learning rate, and the configuration has none.")
+        rate = base_rate * values[axes.RATE_FACTOR]
+    rule = values.get(axes.RULE, sweep.rules[0])
+    seed = values.get(axes.SEED, 0)
+    scaled = scaling.scale(
+        base,
+        batch_size=values.get(axes.BATCH_SIZE, base_batch_size),
+        base_batch_size=base_batch_size,
+        rule=rule,
+        learning_rate=rate,
+        seed=seed,
+        weight_decay_rule=sweep.weight_decay_rule,
+    )
+    shared = (*parse.common, *bindings, *scaled.configuration)
+    batch_size = values.get(axes.BATCH_SIZE, base_batch_size)
+    digest = hashlib.sha256(repr((files, shared)).encode()).hexdigest()[:16]
+    return Run(
+        name=name,
+        values=values,
+        files=files,
+        bindings=(*shared, *scaled.own),
+        own_bindings=(*bindings, *scaled.configuration, *scaled.own),
+        batch_size=batch_size,
+        learning_rate=scaled.learning_rate,
+        train_steps=scaled.train_steps,
+        seed=seed,
+        examples=scaled.train_steps * batch_size,
+        base_batch_size=base_batch_size,
+        base_learning_rate=base_rate,
+        group=digest,
+        note=scaled.note,
+        search_paths=parse.search_paths,
+    )

@@ -1,0 +1,1 @@
+"""What is known of TPUs, and devices that are not there."""

@@ -1,0 +1,183 @@
+"""What travels to other machines, in one folder: a wheel of the committed files, constraints.txt, jobs.json, Gin files.
+
+bundle/perex_t5x-0.1.0-py3-none-any.whl
+bundle/constraints.txt       exact versions
+bundle/jobs.json             see `launching.jobs`
+bundle/gin_files/...         Gin files that are not shipped
+bundle/packages/...          wheels of --with_package
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import perex_t5x
+from perex_t5x.errors import ConfigError
+from perex_t5x.launching import gin_files
+from perex_t5x.launching.shell import CommandError, Commands
+from perex_t5x.launching.spec import Work
+
+_PARTS = ("perex_t5x", "gin", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
+WHEEL = f"perex_t5x-{perex_t5x.__version__}-py3-none-any.whl"
+_MOST_FILES = 10
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """The files that are packed.
+
+    Attributes:
+      root: of the checkout.
+      commit: twelve digits; with '-dirty' where uncommitted files are taken along.
+    """
+
+    root: str
+    commit: str
+
+    @property
+    def dirty(self) -> bool:
+        return self.commit.endswith("-dirty")
+
+
+def checkout(allow_uncommitted: bool = False, root: str | None = None) -> Checkout:
+    """The checkout that this package is imported from; nothing uncommitted goes along without being asked for.
+
+    Raises:
+      ConfigError: names the files that are not committed, or says that there is no checkout.
+    """
+    root = root or str(Path(perex_t5x.__file__).resolve().parent.parent)
+    if not os.path.isfile(os.path.join(root, "pyproject.toml")) or not os.path.exists(os.path.join(root, ".git")):
+        raise ConfigError(
+            f"{root} is not a git checkout of perex_t5x: launching builds the package from committed files. Run the "
+            "launcher of a checkout."
+        )
+    git = Commands()
+    try:
+        commit = git.read(["git", "-C", root, "rev-parse", "--short=12", "HEAD"])
+        lines = git.run(["git", "-C", root, "status", "--porcelain", "--untracked-files=all", "--", *_PARTS[:4]])
+    except CommandError as e:
+        raise ConfigError(f"git cannot read the checkout {root}:\n{e.completed.said}") from e
+    changed = lines.stdout.splitlines()
+    if not changed:
+        return Checkout(root, commit)
+    if not allow_uncommitted:
+        shown = "\n".join(f"  {line}" for line in changed[:_MOST_FILES])
+        more = f"\n  and {len(changed) - _MOST_FILES} more" if len(changed) > _MOST_FILES else ""
+        raise ConfigError(
+            f"not committed, and so not part of what would run:\n{shown}{more}\nCommit them, or take them along as they "
+            "are with --allow_uncommitted."
+        )
+    return Checkout(root, f"{commit}-dirty")
+
+
+def uncommitted(paths: Sequence[str]) -> list[str]:
+    """Of one's own Gin files and packages, which travel as they are, those that no commit holds, each with the reason."""
+    found = []
+    for path in dict.fromkeys(os.path.realpath(p) for p in paths):
+        if path.endswith(".whl"):
+            continue  # was built; from what, nobody knows
+        folder = os.path.isdir(path)
+        where, ignored = (path, []) if folder else (os.path.dirname(path), ["--ignored"])  # a folder's are caches
+        git = ["git", "-C", where, "status", "--porcelain", "--untracked-files=all", *ignored, "--", path]
+        try:
+            said = Commands().run(git).stdout
+        except (CommandError, ConfigError):  # no repository, or no git
+            found.append(f"{path} (not in git)")
+            continue
+        if said.strip():
+            found.append(f"{path} (not committed)")
+    return found
+
+
+def folder(name: str) -> str:
+    """Where a launch of this name is prepared."""
+    base = os.environ.get("PEREX_T5X_LAUNCH_DIR") or os.path.join("~", ".cache", "perex_t5x", "launch")
+    return os.path.join(os.path.abspath(os.path.expanduser(base)), name)
+
+
+@contextlib.contextmanager
+def alone(target: str, dry_run: bool = False) -> Iterator[None]:
+    """Holds `target` while it is filled and read: a second launch of the same name waits."""
+    if dry_run:
+        yield
+        return
+    os.makedirs(target, exist_ok=True)
+    with open(os.path.join(target, "lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # let go of when the file is closed
+        yield
+
+
+def check_packages(paths: Sequence[str]) -> None:
+    """Raises `ConfigError` for a --with_package that cannot be built or copied."""
+    for path in paths:
+        wheel = path.endswith(".whl") and os.path.isfile(path)
+        project = any(os.path.isfile(os.path.join(path, name)) for name in ("pyproject.toml", "setup.py"))
+        if not wheel and not project:
+            raise ConfigError(f"--with_package={path}: neither a wheel nor a folder with a pyproject.toml or setup.py.")
+
+
+def build(
+    work: Work, target: str, files: Checkout, commands: Commands, with_package: Sequence[str] = (), archive: bool = True
+) -> str:
+    """Fills `target`/bundle and returns its path; with `archive` that of `target`/bundle.tar.gz.
+
+    All of it by commands, so that those of a dry run, which writes nothing, do the same when they are given to a shell.
+    """
+    source, bundle = os.path.join(target, "source"), os.path.join(target, "bundle")
+    commands.run(["rm", "-rf", source, bundle])
+    commands.run(["mkdir", "-p", source, bundle])
+    _copy_source(files, target, source, commands)
+    _wheel(source, bundle, commands)
+    for package in with_package:
+        _wheel(os.path.abspath(package), os.path.join(bundle, "packages"), commands)
+    commands.run(["cp", os.path.join(source, "constraints.txt"), bundle])
+    commands.write(os.path.join(bundle, "commit.txt"), files.commit)
+    write_jobs(work, bundle, commands)
+    if not archive:
+        return bundle
+    packed = os.path.join(target, "bundle.tar.gz")
+    commands.run(["tar", "-czf", packed, "-C", bundle, "."])
+    return packed
+
+
+def write_jobs(work: Work, target: str, commands: Commands) -> None:
+    """Writes jobs.json, and the Gin files that travel along beside it."""
+    commands.write(os.path.join(target, "jobs.json"), work.to_json(None if commands.dry_run else 1).rstrip("\n"))
+    for name, path in work.gin_files.items():
+        copy = os.path.join(target, gin_files.FOLDER, name)
+        commands.run(["mkdir", "-p", os.path.dirname(copy)])
+        commands.run(["cp", os.path.abspath(path), copy])
+
+
+def _copy_source(files: Checkout, target: str, source: str, commands: Commands) -> None:
+    packed = os.path.join(target, "source.tar")
+    git = ["git", "-C", files.root]
+    if not files.dirty:
+        commands.run([*git, "archive", "--format=tar", f"--output={packed}", files.commit, *_PARTS])
+    else:
+        # Read here also in a dry run: the list is part of the command that follows.
+        words = [*git, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_PARTS]
+        listing = [n for n in Commands().run(words).stdout.split("\0") if n and os.path.lexists(f"{files.root}/{n}")]
+        commands.run(["tar", "-cf", packed, "-C", files.root, "--", *dict.fromkeys(listing)])
+    commands.run(["tar", "-xf", packed, "-C", source])
+
+
+def _wheel(source: str, target: str, commands: Commands) -> None:
+    """Builds a project's wheel, or copies one that is built."""
+    if source.endswith(".whl"):
+        commands.run(["mkdir", "-p", target])
+        commands.run(["cp", source, target])
+        return
+    argv = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", f"--wheel-dir={target}", source]
+    done = commands.run(argv, check=False, timeout=900)
+    if done.returncode != 0:
+        raise ConfigError(
+            f"the wheel of {source} cannot be built. pip fetches the build backend (hatchling) from the package registry: "
+            f"is it reachable?\n{done.said}"
+        )

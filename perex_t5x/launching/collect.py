@@ -1,0 +1,80 @@
+"""Brings a run's or a sweep's files from the bucket here, without checkpoints, and writes what the report reads."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from perex_t5x.errors import ConfigError
+from perex_t5x.experiments.sweep import twins
+from perex_t5x.experiments.sweep.directory import Folder, result_of_metrics, write_atomically
+from perex_t5x.experiments.sweep.runs import DONE, FAILED, Result, Run
+from perex_t5x.launching import marks, names, refusals
+from perex_t5x.launching.checks import say
+from perex_t5x.launching.shell import Commands
+from perex_t5x.launching.spec import Work
+
+_LEFT_OUT = r"(.*/)?((checkpoint_[^/]*|\.jax_cache)/.*|bundle\.tar\.gz)$"
+
+
+def collect(root: str, name: str, out: str, commands: Commands) -> Work | None:
+    """Copies, then writes a sweep's results; returns what ran, None in a dry run."""
+    root = names.check_bucket_path(root)
+    if not commands.dry_run:
+        os.makedirs(out, exist_ok=True)
+    argv = ["gcloud", "storage", "rsync", "--recursive", f"--exclude={_LEFT_OUT}", root, out]
+    done = commands.run(argv, check=False, retries=2)
+    if done.returncode != 0:
+        raise ConfigError(refusals.message(f"{root} cannot be copied to {out}", done.said))
+    if commands.dry_run:
+        return None
+    path = os.path.join(out, ".launch", name, "jobs.json")
+    if not os.path.isfile(path):
+        raise ConfigError(f"{root} holds no launch of the name {name!r}.")
+    with open(path, encoding="utf-8") as f:
+        work = Work.from_json(f.read())
+    if work.sweep:
+        write_results(work, out)
+        say(f"collected: {out}\nreport: python -m perex_t5x.experiments.report {out}")
+    else:
+        say(f"collected: {out}")
+    return work
+
+
+def write_results(work: Work, out: str) -> dict[str, Result]:
+    """sweep.json, results.csv and every finished run's result.json, as `perex_t5x.experiments.sweep` writes them."""
+    kept = Folder(out)
+    write_atomically(kept.path("sweep.json"), json.dumps(work.sweep, indent=1, ensure_ascii=False) + "\n")
+    runs = {entry["name"]: _run(entry) for entry in work.sweep["runs"]}
+    results: dict[str, Result] = {}
+    for job in work.jobs:
+        folder = kept.path("runs", job.name)
+        mark = marks.read_one(folder)
+        if mark is None or mark.get("arguments") != marks.arguments_of(job):
+            continue
+        status = DONE if mark["status"] == "done" else FAILED
+        run = runs[job.name]
+        results[job.name] = result_of_metrics(run, folder, mark.get("seconds", 0.0), status, mark.get("error", ""))
+        kept.write_result(run, results[job.name])
+    for name, first in work.twins.items():
+        if first in results:
+            results[name] = twins.copy(kept, runs[first], runs[name], results[first])
+            kept.write_result(runs[name], results[name])
+    kept.write_results(work.sweep["runs"], results)
+    return results
+
+
+def _run(entry: dict) -> Run:
+    """From sweep.json."""
+    return Run(
+        name=entry["name"],
+        values=entry["values"],
+        files=tuple(entry["files"]),
+        bindings=tuple(entry["bindings"]),
+        own_bindings=tuple(entry["bindings"]),
+        batch_size=entry["batch_size"],
+        learning_rate=entry["learning_rate"],
+        train_steps=entry["train_steps"],
+        seed=entry["seed"],
+        examples=entry["examples"],
+    )

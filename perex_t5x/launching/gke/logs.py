@@ -1,0 +1,183 @@
+"""Following a launch: the log of its first process, and what changes on the cluster, until all is finished."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.launching.gke import state as states
+from perex_t5x.launching.gke.cluster import Cluster
+from perex_t5x.launching.gke.manifest import CONTAINER
+from perex_t5x.launching.gke.state import State
+from perex_t5x.launching.leftovers import Leftovers
+from perex_t5x.launching.shell import CommandError, end
+
+EXIT_CONFIG, EXIT_SOME_FAILED = 2, 3
+_MOST_SILENT_POLLS = 30
+
+
+@dataclass
+class Log:
+    """The log of process 0, as kubectl streams it to stdout; taken up again for every new pod."""
+
+    cluster: Cluster
+    process: subprocess.Popen | None = None
+    pod: str = ""
+    alive: str = ""
+    _done: set[str] = field(default_factory=set)
+
+    def attend(self, pod: Mapping[str, Any] | None) -> None:
+        """Streams a pod's log, if it is not streamed already; a stream that broke off is taken up where it was last seen."""
+        if pod is None:
+            return
+        metadata, ended = pod["metadata"], pod["status"]["phase"] != "Running"
+        uid, again = metadata.get("uid", metadata["name"]), []
+        if uid in self._done:
+            return
+        if uid == self.pod and self.process is not None:
+            if self.process.poll() is None:
+                self.alive = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+                return
+            if ended and self.process.returncode == 0:
+                self._done.add(uid)
+                return
+            again = [f"--since-time={self.alive}"] if self.alive else []
+        self.close()
+        self.pod, self.alive = uid, self.alive if again else ""
+        words = ("logs", "--follow", f"--container={CONTAINER}", *again, f"pod/{metadata['name']}")
+        self.process = subprocess.Popen(
+            self.cluster.kubectl(*words), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def drain(self, seconds: float = 30.0) -> None:
+        """Lets kubectl print the rest."""
+        if self.process is not None:
+            try:
+                self.process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self.close()
+
+    def close(self) -> None:
+        if self.process is not None:
+            end(self.process)
+            self.process = None
+
+
+def follow(cluster: Cluster, group: str, poll_seconds: float = 10.0, begun: Callable[[], None] = lambda: None) -> int:
+    """Prints what happens until all JobSets of a launch are finished.
+
+    Whatever ends it early, the launch goes on, and the last line says how to stop it; from `begun()` on.
+
+    Returns:
+      0 all completed; 2 a slip stopped one; 3 some runs of the sweep failed for good; 1 anything else.
+    """
+    log = Log(cluster)
+    try:
+        with Leftovers(cluster.commands):  # nothing to delete: SIGTERM as Ctrl-C
+            begun()
+            if cluster.commands.dry_run:
+                cluster.jobsets(group=group)
+                return 0
+            return _follow(cluster, group, poll_seconds, log)
+    except KeyboardInterrupt:
+        stopped = KeyboardInterrupt(
+            f"no longer following; {group} goes on. To follow it again: {command('follow', cluster, group)}"
+        )
+        stopped.add_note(_how_to_stop(cluster, group))
+        raise stopped from None
+    except ConfigError:
+        raise  # there is nothing to stop
+    except Exception as e:
+        e.add_note(_how_to_stop(cluster, group))
+        raise
+    finally:
+        log.close()
+
+
+def _how_to_stop(cluster: Cluster, group: str) -> str:
+    return f"to stop and delete it: {command('stop', cluster, group)}"
+
+
+def _follow(cluster: Cluster, group: str, poll_seconds: float, log: Log) -> int:
+    seen: dict[str, str] = {}
+    silent = 0
+    last: list[State] = []
+    while True:
+        try:
+            found = [State.of(jobset) for jobset in cluster.jobsets(group=group)]
+            open_ = [state for state in found if not state.finished]
+            watched = next(iter(open_ or found), None)
+            pods = cluster.pods(watched.name) if watched else []
+            silent = 0
+        except CommandError as e:
+            silent += 1
+            _say(seen, "kubectl", f"the cluster does not answer:\n{e.completed.said}")
+            if silent >= _MOST_SILENT_POLLS:
+                raise TrainingError(
+                    f"the cluster has not answered {silent} times; {group} goes on as far as it can. "
+                    f"To follow it again: {command('follow', cluster, group)}"
+                ) from e
+            time.sleep(poll_seconds)
+            continue
+        if watched is None:
+            why = " any more: it was deleted." if last else ". Those that are: ./launch/gke.py list"
+            raise ConfigError(f"there is no launch {group} on the cluster{why}")
+        for gone in {state.name for state in last} - {state.name for state in found}:
+            _say(seen, gone, f"{gone}: deleted")
+        last = found
+        for state in found:
+            restarts = f", restarted {state.restarts} times" if state.restarts else ""
+            _say(seen, state.name, f"{state.name}: {state.phase}{restarts}{': ' if state.words else ''}{state.words}")
+        for words in states.troubles(pods):
+            _say(seen, words, f"{watched.name}: {words}")
+        log.attend(states.first_pod(pods))
+        if not open_:
+            log.drain()
+            return _finished(cluster, group, found)
+        time.sleep(poll_seconds)
+
+
+def _say(seen: dict[str, str], subject: str, words: str) -> None:
+    """Prints what is new."""
+    if seen.get(subject) != words:
+        seen[subject] = words
+        print(words, file=sys.stderr, flush=True)
+
+
+def _finished(cluster: Cluster, group: str, found: list[State]) -> int:
+    failed = [state for state in found if state.phase == states.FAILED]
+    if not failed:
+        print(f"{group} is finished. {_how_to_delete(cluster, group)}", file=sys.stderr, flush=True)
+        return 0
+    codes = {code for state in failed for code in states.exit_codes(cluster.pods(state.name))}
+    if EXIT_CONFIG in codes:
+        status, why = EXIT_CONFIG, "a slip in the configuration, see the log: starting again would end in the same way"
+    elif EXIT_SOME_FAILED in codes:
+        status, why = EXIT_SOME_FAILED, "all runs are through, some of them failed for good, such as by diverging"
+    else:
+        status, why = 1, f"given up after {max(state.restarts for state in failed)} restarts"
+    print(
+        f"{group}: {', '.join(state.name for state in failed)} failed: {why}.\n"
+        f"for what happened: {command('status', cluster, group)}\n{_how_to_delete(cluster, group)}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return status
+
+
+def _how_to_delete(cluster: Cluster, group: str) -> str:
+    return f"It holds no chips any more; to delete it and its log: {command('stop', cluster, group)}"
+
+
+def command(name: str, cluster: Cluster, group: str) -> str:
+    """How launch/gke.py is called for a launch that exists."""
+    context = [f"--context={cluster.context}"] if cluster.context else []
+    namespace = [f"--namespace={cluster.namespace}"] if cluster.namespace != "default" else []
+    return shlex.join(["./launch/gke.py", name, f"--name={group}", *namespace, *context])

@@ -1,0 +1,237 @@
+"""What shall run: the runs of a sweep, or one command, as a list of jobs that `launching.worker` reads from jobs.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from perex_t5x.errors import ConfigError
+from perex_t5x.launching import gin_files, names
+
+# Where a command writes, in the Gin files' own words.
+_FOLDERS = ("MODEL_DIR", "EVAL_OUTPUT_DIR", "INFER_OUTPUT_DIR")
+# Flags of a command that it gets over there, too, where they are given.
+_PASSED_ON = ("cluster_detection", "initialization_timeout", "heartbeat_timeout", "phase_timeout", "profile_steps")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command.
+
+    Attributes:
+      name: of the run.
+      arguments: after `python`: ('-m', 'perex_t5x.train', '--gin_file=...', ...).
+      model_dir: where it writes; gs://... or an absolute path.
+      batch_size, train_steps: of a training; 0 for others.
+      group: the same for jobs that differ in nothing but learning rate and seed.
+
+    >>> Job("a", ("-m", "perex_t5x.train"), "gs://bucket/a").argv("python3")
+    ['python3', '-m', 'perex_t5x.train']
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    model_dir: str
+    batch_size: int = 0
+    train_steps: int = 0
+    group: str = ""
+
+    def argv(self, python: str | None = None) -> list[str]:
+        return [python or sys.executable, *self.arguments]
+
+    @property
+    def module(self) -> str:
+        return self.arguments[1] if self.arguments[:1] == ("-m",) else ""
+
+    @property
+    def gin_arguments(self) -> list[str]:
+        """Those that give it its Gin files and bindings."""
+        return [a for a in self.arguments if a.startswith(("--gin_file=", "--gin_bindings=", "--gin_search_paths="))]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything that shall run, and what it needs.
+
+    Attributes:
+      name: as the sweep or its folder calls it; not checked.
+      root: the sweep's folder, or the run's.
+      jobs: in their order.
+      sweep: what sweep.json holds; None for a single run.
+      twins: name of a run -> the job that has the same configuration, and runs for both.
+      gin_files: name -> path here, of Gin files that travel along (`gin_files.FOLDER`).
+      topology, slices: what the Gin files name, if they do.
+    """
+
+    name: str
+    root: str
+    jobs: tuple[Job, ...]
+    sweep: Mapping[str, Any] | None = None
+    twins: Mapping[str, str] = field(default_factory=dict)
+    gin_files: Mapping[str, str] = field(default_factory=dict)
+    topology: str | None = None
+    slices: int = 1
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for launches that write into the same folder."""
+        return names.fingerprint(self.root.rstrip("/"))
+
+    def to_json(self, indent: int | None = 1) -> str:
+        """jobs.json; without `indent` on one line."""
+        jobs = [dataclasses.asdict(job) for job in self.jobs]
+        found = {"version": 1, "name": self.name, "root": self.root, "jobs": jobs}
+        found |= {"sweep": self.sweep, "twins": dict(self.twins)}
+        return json.dumps(found, indent=indent, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Work:
+        """Reads jobs.json."""
+        try:
+            found = json.loads(text)
+            jobs = [Job(**{**job, "arguments": tuple(job["arguments"])}) for job in found["jobs"]]
+            return cls(found["name"], found["root"], tuple(jobs), found["sweep"], found["twins"])
+        except (ValueError, KeyError, TypeError) as e:
+            raise ConfigError(f"jobs.json cannot be read: {type(e).__name__}: {e}. Launch again.") from e
+
+
+def make(args: Any) -> Work:
+    """The work that the flags describe, parsed and, as far as that goes without devices, checked.
+
+    Raises:
+      ConfigError: lists what is wrong.
+    """
+    from perex_t5x.experiments.sweep import command
+    from perex_t5x.hardware import topology
+
+    topology.use_cpu_backend()
+    command.start(args)
+    if not args.sweep and not args.gin_file:
+        raise ConfigError(
+            "nothing to run: give --sweep=sweeps/sqrt_lr.gin, or the --gin_file's of a run, with --gin.MODEL_DIR=gs://..."
+        )
+    given = [f"--{name}={args[name].value}" for name in _PASSED_ON if args[name].present]
+    flags = [*command.passed_on(args), *given]
+    work = _sweep(args, flags) if args.sweep else _single(args, flags)
+    if slips := [job.name for job in work.jobs if any("\0" in a for a in job.arguments)]:
+        raise ConfigError(f"bindings of {slips[0]} hold a zero byte, which no command can be given.")
+    return work
+
+
+def _sweep(args: Any, flags: Sequence[str]) -> Work:
+    from perex_t5x.experiments.sweep import Sweep, execute, twins
+    from perex_t5x.experiments.sweep.runs import absolute
+
+    if args.module != "perex_t5x.train":
+        raise ConfigError(f"--module={args.module}: the runs of a sweep are perex_t5x.train's.")
+    sweep = Sweep.load(args.sweep, args.sweep_bindings, args.gin_search_paths)
+    if not args.dir:
+        raise ConfigError(f"--dir is not given: the sweep's folder, such as --dir=gs://BUCKET/sweeps/{sweep.name}")
+    # Built on the devices they shall have, later: here there are none.
+    plan = sweep.plan(args.gin_file, args.gin_bindings, args.gin_search_paths, check=False, flags=flags)
+    root = absolute(args.dir.rstrip("/"))
+    travelling = gin_files.Travelling(args.gin_search_paths)
+    jobs = []
+    chosen = execute._chosen(plan.runs, args.only)
+    first_of = {name: first.name for name, first in twins.firsts(chosen, {}).items()}
+    for run in chosen:
+        if first_of[run.name] != run.name:
+            continue
+        files = tuple(travelling.add(name) for name in run.files)
+        over_there = dataclasses.replace(run, files=files, search_paths=_search_paths(travelling))
+        arguments = tuple(over_there.command(root, "python")[1:])
+        jobs.append(Job(run.name, arguments, run.folder(root), run.batch_size, run.train_steps, run.group))
+    doubles = {name: first for name, first in first_of.items() if name != first}
+    return Work(sweep.name, root, tuple(jobs), plan.described(), doubles, travelling.found, *_topology())
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What the Gin files of a single run say: where it writes, and of a training, else 0, its batch size and steps."""
+
+    folder: str | None
+    batch_size: int
+    train_steps: int
+
+
+def parse(args: Any, bindings: Sequence[str]) -> Parsed:
+    """Parses --gin_file with these bindings; Gin holds them afterwards."""
+    import gin
+
+    from perex_t5x import gin_utils
+    from perex_t5x.experiments.sweep import settings
+
+    gin.clear_config()
+    gin_utils.parse_gin_flags(args.gin_search_paths, args.gin_file, bindings)
+    folder = next((found for name in _FOLDERS if (found := _macro(name))), None)
+    if not isinstance(folder, str):
+        return Parsed(None, 0, 0)
+    if args.module != "perex_t5x.train":
+        return Parsed(folder, 0, 0)
+    base = settings.read()
+    return Parsed(folder, base.batch_size.value, base.train_steps)
+
+
+def _single(args: Any, flags: Sequence[str]) -> Work:
+    from perex_t5x.experiments.sweep.runs import absolute
+
+    for name in ("sweep_bindings", "only"):
+        if getattr(args, name):
+            raise ConfigError(f"--{name} is for a sweep: give --sweep, too.")
+    bindings = list(args.gin_bindings)
+    if args.dir:
+        bindings.append(f"MODEL_DIR = {args.dir!r}")
+    parsed = parse(args, bindings)
+    folder = parsed.folder
+    if folder is None:
+        raise ConfigError(
+            "the Gin files have no MODEL_DIR: give those of a run, and --gin.MODEL_DIR=gs://BUCKET/FOLDER."
+        )
+    travelling = gin_files.Travelling(args.gin_search_paths)
+    files = [travelling.add(name) for name in args.gin_file]
+    paths = _search_paths(travelling)
+    arguments = (
+        "-m",
+        args.module,
+        *([f"--gin_search_paths={','.join(paths)}"] if paths else []),
+        *(f"--gin_file={name}" for name in files),
+        *(f"--gin_bindings={binding}" for binding in bindings),
+        *flags,
+    )
+    root = absolute(folder.rstrip("/"))
+    if root != folder and "://" not in folder:
+        arguments += (f"--gin_bindings=MODEL_DIR = {root!r}",) if folder == _macro("MODEL_DIR") else ()
+    name = root.rpartition("/")[2]
+    return Work(
+        name,
+        root,
+        (Job(name, arguments, root, parsed.batch_size, parsed.train_steps),),
+        None,
+        {},
+        travelling.found,
+        *_topology(),
+    )
+
+
+def _search_paths(travelling: gin_files.Travelling) -> tuple[str, ...]:
+    return (gin_files.FOLDER,) if travelling.found else ()
+
+
+def _macro(name: str) -> Any:
+    import gin
+
+    try:
+        return gin.query_parameter(f"%{name}")
+    except ValueError:
+        return None
+
+
+def _topology() -> tuple[str | None, int]:
+    """TOPOLOGY and NUM_SLICES of the Gin files that were parsed last."""
+    from perex_t5x.preflight import step
+
+    return step.topology_macro()

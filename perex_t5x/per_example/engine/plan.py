@@ -1,0 +1,333 @@
+"""Where each gradient is produced, and what lies between there and the program's result.
+
+The program is the gradient of *one* example's loss. From each gradient's result we walk back:
+
+- permutations of elements (transpose, reshape, ...) commute with "apply φ, then sum over examples": they are left for
+  afterwards, on the reduced arrays;
+- elementwise functions of one variable (a cast, a sign) belong to φ;
+- a gradient put together from parts that do not overlap (slices of one parameter, each used elsewhere) is as many
+  gradients, each reduced by itself;
+- a sum over the devices that share the batch (psum, reduce-scatter) is left for afterwards as well;
+- a `scan` that stacks gradients of its layers, a `remat`, or a `cond` is entered: the reduction happens inside its body;
+- anything else, up to and including the first equation that contracts (a matrix product, a convolution, a scatter-add, a
+  sum), is the *producer*: a small function from batched arrays to one example's gradient, to be reduced without ever
+  holding all examples' gradients;
+- what cannot be followed is kept: computed for all examples at once, then reduced. Exact, but of size N × parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from perex_t5x.per_example.engine import jaxprs, shard_map
+
+PERMUTATIONS = {"transpose", "reshape", "squeeze", "rev", "copy", "copy_p"}
+UNARY = {"convert_element_type", "neg"}
+SUMS = {"add", "add_any"}
+CONTRACTIONS = {
+    "dot_general", "conv_general_dilated", "scatter-add", "reduce_sum", "cumsum", "select_and_scatter_add",
+    "reduce_window_sum", "segment_sum", "psum", "psum_invariant",
+}  # fmt: skip
+# Equations that a producer may consist of besides: cheap, and no larger in than out.
+CHEAP = {
+    "add", "add_any", "sub", "mul", "div", "neg", "select_n", "pad", "slice", "concatenate", "broadcast_in_dim",
+    "dynamic_slice", "dynamic_update_slice", "convert_element_type", "transpose", "reshape", "squeeze", "rev", "copy",
+    "copy_p", "reduce_precision", "integer_pow", "square", "pvary",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A value (or a literal) that exists for all examples; `small`, if no larger than what it is made of."""
+
+    var: Any
+    reason: str
+    small: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Permuted:
+    eqn: core.JaxprEqn
+    child: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Mapped:
+    """An elementwise function of one variable."""
+
+    eqn: core.JaxprEqn
+    child: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembled:
+    """Parts that fill `shape` without overlap: (start of the part, its shape, its node)."""
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[tuple[int, ...], tuple[int, ...], Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """Result `index` of a loop, branch or remat whose body is entered."""
+
+    eqn: core.JaxprEqn
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Producer:
+    """`root` computed from `leaves` by `eqns`, for one example at a time."""
+
+    eqns: tuple[core.JaxprEqn, ...]
+    root: core.Var
+    leaves: tuple[core.Var, ...]
+    note: str = ""  # why one example's gradient is held for all examples, if it is
+    held: tuple[core.Var, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Crossed:
+    """A sum over the devices that share the batch: done after φ and after each device's own sum."""
+
+    eqns: tuple[core.JaxprEqn, ...]  # in order: see `manual.sum_ending_in`
+    child: Any
+
+
+Node = Kept | Permuted | Mapped | Assembled | Inside | Producer | Crossed
+
+
+@dataclasses.dataclass
+class Plan:
+    nodes: dict[int, Node]  # by result of the program
+    deferred: set[int]  # ids of equations that are not run for all examples
+    needed: set[core.Var]  # what must be computed
+
+    def due(self, jaxpr: core.Jaxpr) -> dict[int, list[int]]:
+        """Number of equations -> the results that can be reduced once so many have run, and not before."""
+        numbers = {id(eqn): count for count, eqn in enumerate(jaxpr.eqns, 1)}
+        made = {v: numbers[id(eqn)] for eqn in jaxpr.eqns for v in eqn.outvars}
+
+        def after(node: Node) -> int:
+            match node:
+                case Permuted(child=child) | Mapped(child=child) | Crossed(child=child):
+                    return after(child)
+                case Assembled(parts=parts):
+                    return max((after(child) for _, _, child in parts), default=0)
+                case Inside(eqn=eqn):
+                    return numbers[id(eqn)]
+                case Producer(leaves=leaves):
+                    return max((made.get(v, 0) for v in leaves), default=0)
+            return made.get(node.var, 0) if isinstance(node.var, core.Var) else 0
+
+        found: dict[int, list[int]] = {}
+        for index, node in self.nodes.items():
+            found.setdefault(after(node), []).append(index)
+        return found
+
+
+def size(v: Any) -> int:
+    return math.prod(v.aval.shape)
+
+
+def make_plan(
+    jaxpr: core.Jaxpr, wanted: Iterable[int], batched: Sequence[bool], data_axes: frozenset[str] = frozenset()
+) -> Plan:
+    """Plans the reduction of the results `wanted` of a program, of whose arguments those marked differ by example.
+
+    `data_axes` are the mesh axes over which devices have examples of their own.
+    """
+    sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
+    depends = jaxprs.dependent(jaxpr, batched)
+    deferred: set[int] = set()
+
+    def walk(v: Any) -> Node:
+        if isinstance(v, core.Literal) or v not in sources:
+            return Kept(v, "is an input of the program")
+        eqn, index = sources[v]
+        name = eqn.primitive.name
+        if uses[v] > 1:
+            return Kept(v, "is also used elsewhere", not _grows(v, eqn, depends))
+        if crossing := shard_map.sum_ending_in(eqn, data_axes, sources, uses):
+            deferred.update(id(e) for e in crossing)
+            return Crossed(crossing, walk(crossing[0].invars[0]))
+        if name in jaxprs.REMAT | {"cond", "shard_map"} or (name == "scan" and index >= eqn.params["num_carry"]):
+            return Inside(eqn, index)
+        if is_permutation(eqn):
+            deferred.add(id(eqn))
+            return Permuted(eqn, walk(eqn.invars[0]))
+        if is_unary(eqn):
+            deferred.add(id(eqn))
+            return Mapped(eqn, walk(eqn.invars[0]))
+        if parts := _parts(v, sources, uses):
+            used, boxes = parts
+            deferred.update(id(e) for e in used)
+            return Assembled(v.aval.shape, tuple((start, x.aval.shape, walk(x)) for start, x in boxes))
+        if name in CONTRACTIONS | CHEAP or is_accumulation(eqn):
+            node = produce(jaxpr, v, sources, uses, depends)
+            deferred.update(id(e) for e in node.eqns)
+            return node
+        return Kept(v, f"comes out of `{name}`", name == "scan" and not _grows(v, eqn, depends))
+
+    nodes = {i: walk(jaxpr.outvars[i]) for i in wanted}
+    needed = _needed(jaxpr, nodes, deferred)
+    return Plan(nodes, deferred, needed)
+
+
+def produce(
+    jaxpr: core.Jaxpr,
+    root: core.Var,
+    sources: dict[core.Var, tuple[core.JaxprEqn, int]],
+    uses: dict[core.Var, int],
+    depends: set[core.Var] | None = None,
+) -> Producer:
+    """The producer of `root`: as much of what comes before it as is no smaller than what it is made of."""
+    order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
+    eqns: list[core.JaxprEqn] = []
+    leaves: dict[core.Var, None] = {}
+    held: list[core.Var] = []  # as large as the gradient, and not made of it by a contraction
+    todo: list[Any] = [root]
+    while todo:
+        v = todo.pop()
+        if isinstance(v, core.Literal) or v in leaves:
+            continue
+        eqn = sources[v][0] if v in sources else None
+        part = v is root or (
+            eqn is not None
+            and uses[v] == 1
+            and len(eqn.outvars) == 1
+            and (eqn.primitive.name in CONTRACTIONS | CHEAP or is_accumulation(eqn))
+            # What is smaller than the gradient may exist for all examples, unless what it is made of is smaller still.
+            and (size(v) >= size(root) or size(v) > sum(size(x) for x in eqn.invars if isinstance(x, core.Var)))
+        )
+        if not part:
+            leaves[v] = None
+            if eqn is not None and depends is not None and size(v) >= size(root) and _grows(v, eqn, depends):
+                held.append(v)
+            continue
+        eqns.append(eqn)
+        contracts = eqn.primitive.name in CONTRACTIONS or is_accumulation(eqn)
+        for i, x in enumerate(eqn.invars):
+            # Of a contraction only the array that a scatter-add begins with is looked into: it is usually zeros.
+            if not contracts or (eqn.primitive.name == "scatter-add" and i == 0):
+                todo.append(x)
+            elif isinstance(x, core.Var):
+                leaves[x] = None
+    eqns.sort(key=lambda eqn: order[id(eqn)])
+    made = {v for eqn in eqns for v in eqn.outvars}
+    note = f"is made of what comes out of `{sources[held[0]][0].primitive.name}`" if held else ""
+    return Producer(tuple(eqns), root, tuple(v for v in leaves if v not in made), note, tuple(held))
+
+
+def _grows(v: core.Var, eqn: core.JaxprEqn, depends: set[core.Var]) -> bool:
+    """Whether a result is larger than all of its equation's inputs that differ by example."""
+    return v in depends and size(v) > sum(size(x) for x in eqn.invars if isinstance(x, core.Var) and x in depends)
+
+
+def is_accumulation(eqn: core.JaxprEqn) -> bool:
+    """A scan that only adds up one array over its steps: `rewrites.split_accumulations` makes them."""
+    return eqn.primitive.name == "scan" and eqn.params["num_carry"] == 1 and len(eqn.outvars) == 1
+
+
+def is_permutation(eqn: core.JaxprEqn) -> bool:
+    if eqn.primitive.name == "broadcast_in_dim":  # only where it adds axes of size one
+        return (
+            len(eqn.invars) == 1 and isinstance(eqn.invars[0], core.Var) and size(eqn.invars[0]) == size(eqn.outvars[0])
+        )
+    return eqn.primitive.name in PERMUTATIONS
+
+
+def is_unary(eqn: core.JaxprEqn) -> bool:
+    """A cast or a sign. (A cast that drops the imaginary part is no factor of its argument.)"""
+    return eqn.primitive.name in UNARY and not (
+        np.issubdtype(eqn.invars[0].aval.dtype, np.complexfloating)
+        and not np.issubdtype(eqn.outvars[0].aval.dtype, np.complexfloating)
+    )
+
+
+def is_zeros(v: Any, sources: dict[core.Var, tuple[core.JaxprEqn, int]]) -> bool:
+    """Whether a value is zero, visibly."""
+    if isinstance(v, core.Literal):
+        return not v.val
+    eqn = sources[v][0] if v in sources else None
+    return eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "pvary") and is_zeros(eqn.invars[0], sources)
+
+
+def _parts(
+    root: core.Var, sources: dict[core.Var, tuple[core.JaxprEqn, int]], uses: dict[core.Var, int]
+) -> tuple[list[core.JaxprEqn], list[tuple[tuple[int, ...], core.Var]]] | None:
+    """If `root` is put together from parts that fill it without overlap: the equations that do it, and the parts."""
+    used: list[core.JaxprEqn] = []
+    boxes: list[tuple[tuple[int, ...], core.Var]] = []
+    ndim = len(root.aval.shape)
+
+    todo: list[Any] = [root]
+    while todo:
+        v = todo.pop()
+        if isinstance(v, core.Literal) or v not in sources or (v is not root and uses[v] > 1):
+            return None
+        eqn = sources[v][0]
+        used.append(eqn)
+        match eqn.primitive.name:
+            case "add" | "add_any":
+                todo.extend(eqn.invars)
+            case "concatenate":
+                axis, at = eqn.params["dimension"], 0
+                for x in eqn.invars:
+                    boxes.append((tuple(at * (k == axis) for k in range(ndim)), x))
+                    at += x.aval.shape[axis]
+            case "pad":
+                x, value = eqn.invars
+                config = eqn.params["padding_config"]
+                if not is_zeros(value, sources) or any(lo < 0 or hi < 0 or inner for lo, hi, inner in config):
+                    return None
+                boxes.append((tuple(lo for lo, _, _ in config), x))
+            case "dynamic_update_slice":
+                into, x, *start = eqn.invars
+                if not is_zeros(into, sources) or not all(isinstance(s, core.Literal) for s in start):
+                    return None
+                limits = [a - b for a, b in zip(v.aval.shape, x.aval.shape, strict=True)]
+                at = [min(max(int(s.val), 0), limit) for s, limit in zip(start, limits, strict=True)]
+                boxes.append((tuple(at), x))
+            case _:
+                return None
+    if not all(isinstance(x, core.Var) for _, x in boxes) or sum(size(x) for _, x in boxes) != size(root):
+        return None
+    for (a, x), (b, y) in itertools.combinations(boxes, 2):
+        shapes = zip(a, x.aval.shape, b, y.aval.shape, strict=True)
+        if all(i < j + m and j < i + n for i, n, j, m in shapes):
+            return None
+    return used, boxes
+
+
+def _needed(jaxpr: core.Jaxpr, nodes: dict[int, Node], deferred: set[int]) -> set[core.Var]:
+    """Variables that the plain results and the nodes' leaves depend on."""
+    needed = {v for i, v in enumerate(jaxpr.outvars) if i not in nodes and isinstance(v, core.Var)}
+
+    def add(node: Node) -> None:
+        match node:
+            case Permuted(child=child) | Mapped(child=child) | Crossed(child=child):
+                add(child)
+            case Assembled(parts=parts):
+                for _, _, child in parts:
+                    add(child)
+            case Kept(var=v) if isinstance(v, core.Var):
+                needed.add(v)
+            case Producer(leaves=leaves):
+                needed.update(leaves)
+            case Inside(eqn=eqn, index=i):
+                needed.add(eqn.outvars[i])
+
+    for node in nodes.values():
+        add(node)
+    for eqn in reversed(jaxpr.eqns):
+        if id(eqn) not in deferred and any(v in needed for v in eqn.outvars):
+            needed.update(v for v in eqn.invars if isinstance(v, core.Var))
+    return needed

@@ -1,0 +1,1 @@
+"""Equivalent jaxprs in which gradients are produced by simpler equations."""

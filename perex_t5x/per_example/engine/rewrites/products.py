@@ -1,0 +1,164 @@
+"""Rewrites of the matrix products that gradients come from; every one keeps the program's results.
+
+- Positions that are padding are left out, and axes of size one are not summed over.
+- The transpose of a product becomes the product of the operands exchanged, so that sums need no transpose.
+- A product that is cut up becomes as many products.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from perex_t5x.per_example.engine import jaxprs, plan
+from perex_t5x.per_example.engine.rewrites.tools import Rule, rewritten, tails_of
+
+# --- what comes before a product --------------------------------------------------------------------------------------
+
+_KEEPS_ZERO = {"convert_element_type", "neg", "reduce_precision", "copy"}
+
+
+def paddings(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    """Σ_t s_t r_t over positions of which some are padding, as in the gradient of `logits[:, :-1]`: without them."""
+    del batched
+    tails, sources = tails_of(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
+    rules: dict[int, Rule] = {}
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name == "dot_general" and eqn.outvars[0] in tails:
+            for k in (0, 1):
+                chain = _chain_to_padding(eqn, k, sources)
+                if chain:
+                    rules[id(eqn)] = functools.partial(_unpadded, k, chain)
+    return rewritten(program, rules)
+
+
+def _chain_to_padding(product: core.JaxprEqn, k: int, sources: Any) -> list[core.JaxprEqn]:
+    """Equations from the padding of operand `k`, by zeros along contracted axes, to the product; empty if there is none."""
+    v, chain = product.invars[k], []
+    while isinstance(v, core.Var) and v in sources:
+        eqn = sources[v][0]
+        chain.insert(0, eqn)
+        if eqn.primitive.name == "pad":
+            contracted = product.params["dimension_numbers"][0][k]
+            widths = enumerate(eqn.params["padding_config"])
+            fine = all(w == (0, 0, 0) or (a in contracted and w[2] == 0 and min(w[:2]) >= 0) for a, w in widths)
+            return chain if fine and plan.is_zeros(eqn.invars[1], sources) else []
+        if eqn.primitive.name not in _KEEPS_ZERO:
+            return []
+        v = eqn.invars[0]
+    return []
+
+
+def _unpadded(
+    k: int, chain: Sequence[core.JaxprEqn], product: core.JaxprEqn, arguments: Sequence[Any], read: Any
+) -> list[Any]:
+    contracted, _ = product.params["dimension_numbers"]
+    pad, *rest = chain
+    short = read(pad.invars[0])
+    for eqn in rest:
+        short = jaxprs.bind(eqn, [short])[0]
+    other = arguments[1 - k]
+    for mine, its in zip(contracted[k], contracted[1 - k], strict=True):
+        low, _, _ = pad.params["padding_config"][mine]
+        other = jax.lax.slice_in_dim(other, low, low + short.shape[mine], axis=its)
+    return jaxprs.bind(product, [short, other] if k == 0 else [other, short])
+
+
+def unit_contractions(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    """Σ_bt s_bt r_bt over an axis b of size one: without it.
+
+    Such an operand would be another value for XLA than the same without the axis, which other equations use, and what is
+    cheap to it, such as the gradient of a softmax, it computes for each.
+    """
+    del batched
+    tails = tails_of(program.jaxpr, wanted)
+    rules: dict[int, Rule] = {}
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name == "dot_general" and eqn.outvars[0] in tails:
+            sizes = [eqn.invars[0].aval.shape[a] for a in eqn.params["dimension_numbers"][0][0]]
+            if 1 in sizes and max(sizes) > 1:
+                rules[id(eqn)] = _without_unit_contractions
+    return rewritten(program, rules)
+
+
+def _without_unit_contractions(product: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
+    del read
+    contracted, batch = product.params["dimension_numbers"]
+    operands, numbers = [], []
+    for x, mine, paired in zip(arguments, contracted, batch, strict=True):
+        lost = [a for a in mine if x.shape[a] == 1]
+        at = {a: i for i, a in enumerate(a for a in range(x.ndim) if a not in lost)}
+        operands.append(jnp.squeeze(x, lost))
+        numbers.append([tuple(at[a] for a in axes if a in at) for axes in (mine, paired)])
+    (contract_l, batch_l), (contract_r, batch_r) = numbers
+    params = {**product.params, "dimension_numbers": ((contract_l, contract_r), (batch_l, batch_r))}
+    return jaxprs.bind_with(product, operands, params)
+
+
+# --- what follows a product -------------------------------------------------------------------------------------------
+
+
+def transposes(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    del batched
+    tails, sources = tails_of(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
+    rules: dict[int, Rule] = {}
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name != "transpose" or eqn.outvars[0] not in tails or eqn.invars[0] not in tails:
+            continue
+        product = sources[eqn.invars[0]][0]
+        if product.primitive.name == "dot_general" and _exchanges(product, eqn.params["permutation"]):
+            rules[id(product)] = _exchanged
+            rules[id(eqn)] = lambda eqn, arguments, read: list(arguments)
+    return rewritten(program, rules)
+
+
+def _exchanges(product: core.JaxprEqn, permutation: Sequence[int]) -> bool:
+    """Whether the permutation puts all axes of the right operand before those of the left, both in order."""
+    (contract_l, contract_r), (batch_l, _) = product.params["dimension_numbers"]
+    left, right = (v.aval.ndim - len(c) for v, c in zip(product.invars, (contract_l, contract_r), strict=True))
+    return not batch_l and tuple(permutation) == (*range(left, left + right), *range(left))
+
+
+def _exchanged(product: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
+    del read
+    (contract_l, contract_r), batch = product.params["dimension_numbers"]
+    precision = product.params["precision"]
+    params = {
+        **product.params,
+        "dimension_numbers": ((contract_r, contract_l), batch),
+        "precision": precision[::-1] if isinstance(precision, tuple) else precision,
+    }
+    return jaxprs.bind_with(product, list(arguments)[::-1], params)
+
+
+def splits(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    """A product that is cut up, as the gradient of concatenated parameters is: one product for each part."""
+    del batched
+    tails, sources = tails_of(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
+    rules: dict[int, Rule] = {}
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name == "split" and any(v in tails for v in eqn.outvars) and eqn.invars[0] in sources:
+            product = sources[eqn.invars[0]][0]
+            if product.primitive.name == "dot_general" and not product.params["dimension_numbers"][1][0]:
+                rules[id(eqn)] = functools.partial(_split_product, product)
+    return rewritten(program, rules)
+
+
+def _split_product(product: core.JaxprEqn, eqn: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
+    del arguments
+    contracted, _ = product.params["dimension_numbers"]
+    operands = [read(v) for v in product.invars]
+    free = [(k, a) for k in (0, 1) for a in range(jnp.ndim(operands[k])) if a not in contracted[k]]
+    which, axis = free[eqn.params["axis"]]
+    parts, start = [], 0
+    for length in eqn.params["sizes"]:
+        cut = list(operands)
+        cut[which] = jax.lax.slice_in_dim(operands[which], start, start + length, axis=axis)
+        parts += jaxprs.bind(product, cut)
+        start += length
+    return parts

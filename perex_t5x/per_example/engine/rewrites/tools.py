@@ -1,0 +1,62 @@
+"""Tools of the rewrites: where gradients come from, and a program with some equations evaluated by other functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from perex_t5x.per_example.engine import jaxprs, plan, shard_map
+
+# Evaluates an equation anew: (equation, its arguments, a function from earlier variables to values) -> results.
+Rule = Callable[[core.JaxprEqn, Sequence[Any], Callable[[Any], Any]], list[Any]]
+
+
+def rewritten(program: core.ClosedJaxpr, rules: dict[int, Rule]) -> core.ClosedJaxpr:
+    """The program with the equations of these ids evaluated by the rules."""
+    if not rules:
+        return program
+    jaxpr, sources = program.jaxpr, jaxprs.source_of(program.jaxpr)
+
+    def run(*arguments: Any) -> list[Any]:
+        env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+        env.update(zip(jaxpr.invars, arguments, strict=True))
+
+        def apply(eqn: core.JaxprEqn) -> None:
+            values = [read(v) for v in eqn.invars]
+            rule = rules.get(id(eqn))
+            outs = jaxprs.bind(eqn, values) if rule is None else rule(eqn, values, read)
+            env.update(zip(eqn.outvars, outs, strict=True))
+
+        def read(v: Any) -> Any:
+            if isinstance(v, core.Literal):
+                return v.val
+            if v not in env:  # a rule looks ahead
+                apply(sources[v][0])
+            return env[v]
+
+        for eqn in jaxpr.eqns:
+            if not all(v in env for v in eqn.outvars):
+                apply(eqn)
+        return [read(v) for v in jaxpr.outvars]
+
+    return jaxprs.inline(jax.make_jaxpr(run)(*(jaxprs.struct(v) for v in program.in_avals)))
+
+
+def tails_of(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> set[core.Var]:
+    """Everything between the wanted results and where their walk back ends, ends included."""
+    sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
+    through = plan.PERMUTATIONS | plan.CHEAP | shard_map.SUMS | {"split", "shard_map"}
+    found: set[core.Var] = set()
+    todo = [jaxpr.outvars[i] for i in wanted]
+    while todo:
+        v = todo.pop()
+        if isinstance(v, core.Literal) or v in found or v not in sources or uses[v] > 1:
+            continue
+        found.add(v)
+        eqn = sources[v][0]
+        if eqn.primitive.name in through:
+            todo.extend(eqn.invars)
+    return found

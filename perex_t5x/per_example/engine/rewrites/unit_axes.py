@@ -1,0 +1,179 @@
+"""The same program without axes of size one inside.
+
+A loss is called with one example whose leading axis is kept. With the examples' axis in front the values are then
+[N, 1, T, D], and XLA, which fuses around products by their shapes, makes less of that than of [N, T, D]. So equations of
+common kinds are applied to values without their axes of size one; others get them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from perex_t5x.per_example.engine import jaxprs
+from perex_t5x.per_example.engine.rewrites import unit_windows
+
+# (equation, its arguments without axes of size one) -> its results without them.
+Rule = Callable[[core.JaxprEqn, Sequence[Any]], list[Any]]
+
+_ELEMENTWISE = {
+    "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "div", "eq", "erf",
+    "erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic",
+    "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n",
+    "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+}  # fmt: skip
+_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
+
+
+def without_unit_axes(program: core.ClosedJaxpr, kept: Collection[core.Var] = ()) -> core.ClosedJaxpr:
+    """Computes the same; equations that make variables of `kept` are left as they are."""
+    if not any(1 in v.aval.shape for eqn in program.jaxpr.eqns for v in eqn.invars):
+        return program
+
+    def run(*arguments: Any) -> list[Any]:
+        return _evaluate(program, arguments, kept)
+
+    return jax.make_jaxpr(run)(*(jaxprs.struct(v) for v in program.in_avals))
+
+
+def _evaluate(program: core.ClosedJaxpr, arguments: Sequence[Any], kept: Collection[core.Var]) -> list[Any]:
+    jaxpr = program.jaxpr
+    whole: dict[core.Var, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    whole.update(zip(jaxpr.invars, arguments, strict=True))
+    small: dict[core.Var, Any] = {}
+
+    def read(v: Any) -> Any:
+        if isinstance(v, core.Literal):
+            return v.val
+        if v not in whole:
+            whole[v] = jnp.reshape(small[v], v.aval.shape)
+        return whole[v]
+
+    def read_small(v: Any) -> Any:
+        if isinstance(v, core.Literal) or 1 not in v.aval.shape:
+            return read(v)
+        if v not in small:
+            small[v] = jnp.squeeze(whole[v])
+        return small[v]
+
+    for eqn in jaxpr.eqns:
+        is_kept = any(v in kept for v in eqn.outvars)
+        rule = None if is_kept else _rule(eqn)
+        if rule is not None:
+            small.update(zip(eqn.outvars, rule(eqn, [read_small(v) for v in eqn.invars]), strict=True))
+            continue
+        outs = _bind(eqn, [read(v) for v in eqn.invars], is_kept)
+        whole.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _bind(eqn: core.JaxprEqn, arguments: Sequence[Any], is_kept: bool) -> list[Any]:
+    """Applies an equation to whole values; those within it lose their axes of size one."""
+    windows = None if is_kept else unit_windows.rule_for(eqn)
+    if windows is not None:
+        return windows(eqn, arguments)
+    if is_kept or not (eqn.primitive.name in jaxprs.REMAT or eqn.primitive.name in ("scan", "cond")):
+        return jaxprs.bind(eqn, arguments)
+    if eqn.primitive.name == "cond":
+        branches = tuple(without_unit_axes(branch) for branch in eqn.params["branches"])
+        return jaxprs.bind_with(eqn, arguments, {**eqn.params, "branches": branches})
+    body = eqn.params["jaxpr"]
+    smaller = without_unit_axes(jaxprs.inline(jaxprs.closed(body)))
+    if isinstance(body, core.ClosedJaxpr):
+        return jaxprs.bind_with(eqn, arguments, {**eqn.params, "jaxpr": smaller})
+    if smaller.consts:  # remat carries none
+        return jaxprs.bind(eqn, arguments)
+    return jaxprs.bind_with(eqn, arguments, {**eqn.params, "jaxpr": smaller.jaxpr})
+
+
+def _rule(eqn: core.JaxprEqn) -> Rule | None:
+    """None where the equation has no axes of size one, or is of a kind that is not known here."""
+    if not any(1 in v.aval.shape for v in (*eqn.invars, *eqn.outvars)):
+        return None
+    name = eqn.primitive.name
+    if name in _ELEMENTWISE:
+        shapes = {v.aval.shape for v in eqn.invars if v.aval.shape}
+        return _elementwise if len(shapes) == 1 else None
+    if name == "pad":
+        widths = zip(eqn.invars[0].aval.shape, eqn.params["padding_config"], strict=True)
+        return _pad if all(size != 1 or width == (0, 0, 0) for size, width in widths) else None
+    if name == "slice":
+        return _slice
+    return _RULES.get(name)
+
+
+def _places(shape: Sequence[int]) -> dict[int, int]:
+    """Axes that are not of size one -> their places among themselves.
+
+    >>> _places((4, 1, 3))
+    {0: 0, 2: 1}
+    """
+    return {axis: i for i, axis in enumerate(a for a, size in enumerate(shape) if size != 1)}
+
+
+def _small(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def _elementwise(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+    return jaxprs.bind(eqn, arguments)
+
+
+def _reshaped(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+    return [jnp.reshape(arguments[0], _small(eqn.outvars[0].aval.shape))]
+
+
+def _broadcast(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+    to = _places(eqn.outvars[0].aval.shape)
+    sizes = eqn.invars[0].aval.shape
+    dims = tuple(to[d] for d, size in zip(eqn.params["broadcast_dimensions"], sizes, strict=True) if size != 1)
+    return [jax.lax.broadcast_in_dim(arguments[0], _small(eqn.outvars[0].aval.shape), dims)]
+
+
+def _transpose(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+    at = _places(eqn.invars[0].aval.shape)
+    return [jax.lax.transpose(arguments[0], [at[a] for a in eqn.params["permutation"] if a in at])]
+
+
+def _reduce(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+    at = _places(eqn.invars[0].aval.shape)
+    axes = tuple(at[a] for a in eqn.params["axes"] if a in at)
+    return jaxprs.bind_with(eqn, arguments, {**eqn.params, "axes": axes}) if axes else list(arguments)
+
+
+def _dot_general(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+    at = [_places(v.aval.shape) for v in eqn.invars]
+    numbers = tuple(
+        tuple(tuple(at[k][a] for a in axes if a in at[k]) for k, axes in enumerate(pair))
+        for pair in eqn.params["dimension_numbers"]
+    )
+    return jaxprs.bind_with(eqn, arguments, {**eqn.params, "dimension_numbers": numbers})
+
+
+def _slice(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+    """A slice may leave an axis of size one, which the result then loses."""
+    p, at = eqn.params, _places(eqn.invars[0].aval.shape)
+    strides = p["strides"] or (1,) * eqn.invars[0].aval.ndim
+    cut = jax.lax.slice(arguments[0], *([x[a] for a in at] for x in (p["start_indices"], p["limit_indices"], strides)))
+    return [jnp.reshape(cut, _small(eqn.outvars[0].aval.shape))]
+
+
+def _pad(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+    at = _places(eqn.invars[0].aval.shape)
+    padded = jax.lax.pad(*arguments, [eqn.params["padding_config"][a] for a in at])
+    return [jnp.reshape(padded, _small(eqn.outvars[0].aval.shape))]
+
+
+_RULES: dict[str, Rule] = {
+    "broadcast_in_dim": _broadcast,
+    "dot_general": _dot_general,
+    "expand_dims": _reshaped,
+    "reshape": _reshaped,
+    "squeeze": _reshaped,
+    "transpose": _transpose,
+    **dict.fromkeys(_REDUCTIONS, _reduce),
+}

@@ -1,0 +1,235 @@
+"""The engine inside `jax.shard_map`: every device has its own examples.
+
+Two traps lie here, and both would be silent:
+
+- With `check_vma=True` JAX sums the gradient of a replicated parameter over devices by itself, so φ would see sums of
+  different devices' examples. `vary` makes parameters differ by device before anything is differentiated.
+- A parameter that is gathered inside the loss (FSDP) has a gradient that ends in a reduce-scatter, which adds different
+  devices' examples. There φ and the sum over a device's own examples come first, then the collective: see `plan.Crossed`.
+
+Any other collective over the data axes would mix examples of different devices inside the loss, and is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from perex_t5x.per_example import collectives
+from perex_t5x.per_example.engine import jaxprs
+
+# Sums over devices that may stand at the end of a gradient. All of them are linear, and act on elements alone.
+SUMS = {"psum", "psum_invariant", "reduce_scatter"}
+# Primitives that name axes but move nothing between devices.
+_LOCAL = {"axis_index", "pvary", "pcast"}
+
+
+def varying_axes(tree: Any) -> frozenset[str]:
+    """Over which axes of a `shard_map` (with check_vma=True) some array of a tree differs."""
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+
+
+def vary(tree: Any, axes: frozenset[str]) -> Any:
+    """The same values, known to differ over `axes`."""
+    if not axes:
+        return tree
+
+    def one(x: Any) -> Any:
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(one, jax.tree.map(jnp.asarray, tree))
+
+
+def manual_axes() -> tuple[str, ...]:
+    """The axes of the `shard_map`s around."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def automatic_axes() -> frozenset[str]:
+    """Mesh axes that no `shard_map` around has made manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return frozenset() if mesh.empty else frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
+
+
+def check_data_axes(axes: Sequence[str]) -> None:
+    """Raises unless all of them are axes of a `shard_map` around."""
+    around = manual_axes()
+    for axis in axes:
+        if axis not in around:
+            here = f"the axes here are {', '.join(around)}" if around else "there is no shard_map around this call"
+            raise ValueError(
+                f"data_axes names {axis!r}, but {here}. Statistics over devices are computed inside jax.shard_map with "
+                "these axes manual."
+            )
+
+
+def num_devices(axes: Sequence[str]) -> int:
+    """How many devices share the batch."""
+    return math.prod(jax.lax.axis_size(axis) for axis in axes)
+
+
+def device_index(axes: Sequence[str]) -> Any:
+    """The number of this device among those that share the batch; the first axis is the slowest, as in a sharding."""
+    return jax.lax.axis_index(tuple(axes)) if axes else 0
+
+
+def axes_of(eqn: core.JaxprEqn) -> tuple[str, ...]:
+    """The mesh axes over which an equation communicates; () for others."""
+    if eqn.primitive.name in _LOCAL:
+        return ()
+    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    names = names if isinstance(names, tuple | list) else (names,)
+    return tuple(a for a in names if isinstance(a, str))
+
+
+def communicates(eqn: core.JaxprEqn, batched: Sequence[bool], axes: frozenset[str]) -> core.JaxprEqn | None:
+    """The equation, itself or within, that communicates values of examples over one of `axes`; None if there is none."""
+    if not any(batched):
+        return None
+    if axes.intersection(axes_of(eqn)):
+        return eqn
+    if not jaxprs.inner(eqn):
+        return None
+    bodies = jaxprs.bodies_of(eqn, batched) if len(batched) == len(eqn.invars) else None
+    if bodies is None:
+        bodies = [(body, [True] * len(body.invars)) for body in jaxprs.inner(eqn)]
+    for body, flags in bodies:
+        depends = jaxprs.dependent(body, flags)
+        for e in body.eqns:
+            found = communicates(e, [isinstance(v, core.Var) and v in depends for v in e.invars], axes)
+            if found is not None:
+                return found
+    return None
+
+
+def sum_ending_in(
+    eqn: core.JaxprEqn, axes: frozenset[str], sources: Mapping[core.Var, Any], uses: Mapping[core.Var, int]
+) -> tuple[core.JaxprEqn, ...] | None:
+    """The equations, in order, that add something up over data axes, if `eqn` is the last of them; else None.
+
+    One psum or reduce-scatter; or reduce-scatters within groups of devices, which together reach every device once; or a
+    `shard_map` over other axes that does nothing but this.
+    """
+    if eqn.primitive.name == "shard_map":
+        return (eqn,) if _only_sums(eqn, axes) else None
+    over = axes_of(eqn)
+    if eqn.primitive.name not in SUMS or not over or not axes.issuperset(over) or len(eqn.outvars) > 1:
+        return None
+    if eqn.params.get("axis_index_groups") is None:
+        return (eqn,)
+    found: list[core.JaxprEqn] = []
+    reached = {0}
+    while _is_stage_like(eqn, found):
+        found.insert(0, eqn)
+        before = {i for group in eqn.params["axis_index_groups"] for i in group if reached.intersection(group)}
+        if len(before) != len(reached) * len(eqn.params["axis_index_groups"][0]):
+            return None  # some device would be counted twice
+        reached = before
+        if len(reached) == num_devices(over):
+            return tuple(found)
+        v = eqn.invars[0]
+        if not isinstance(v, core.Var) or v not in sources or uses[v] > 1:
+            return None
+        eqn = sources[v][0]
+    return None
+
+
+def _only_sums(region: core.JaxprEqn, axes: frozenset[str]) -> bool:
+    """Whether a `shard_map` of one array only adds it up over `axes`, and moves its elements."""
+    body = region.params["jaxpr"]
+    if len(body.invars) != 1 or len(body.outvars) != 1 or region.params["in_specs"] != region.params["out_specs"]:
+        return False
+    sources, uses = jaxprs.source_of(body), jaxprs.use_counts(body)
+    v, found = body.outvars[0], False
+    while isinstance(v, core.Var) and v in sources and uses[v] == 1:
+        eqn = sources[v][0]
+        if crossing := sum_ending_in(eqn, axes, sources, uses):
+            v, found = crossing[0].invars[0], True
+        elif eqn.primitive.name == "transpose":
+            v = eqn.invars[0]
+        else:
+            return False
+    return found and v is body.invars[0]
+
+
+def summed_axes(eqns: Sequence[core.JaxprEqn]) -> tuple[str, ...]:
+    """The mesh axes over which the equations of `sum_ending_in` add up."""
+    eqn = eqns[-1]
+    if eqn.primitive.name != "shard_map":
+        return axes_of(eqn)
+    inside = [a for e in eqn.params["jaxpr"].eqns for a in axes_of(e)]
+    return tuple(dict.fromkeys(inside))
+
+
+def cross(eqns: Sequence[core.JaxprEqn], x: jax.Array, transport: Any) -> jax.Array:
+    """Applies the equations of `sum_ending_in` to an array of whatever dtype."""
+    last = eqns[-1]
+    if last.primitive.name == "shard_map":
+        p = last.params
+
+        def rule(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+            return [cross([eqn], arguments[0], transport)]
+
+        return jax.shard_map(
+            lambda x: jaxprs.evaluate(p["jaxpr"], (), [x], rule)[0],
+            in_specs=p["in_specs"][0],
+            out_specs=p["out_specs"][0],
+            axis_names=p["newly_manual_axes"],
+            check_vma=False,
+        )(x)
+    whole = len(eqns) > 1 or last.params.get("axis_index_groups") is None
+    if transport is not None and whole and last.primitive.name == "reduce_scatter" and last.params["tiled"]:
+        return collectives.scatter_over(x, axes_of(last), last.params["scatter_dimension"], transport)
+    for eqn in eqns:
+        (x,) = jaxprs.bind(eqn, [x])
+    return x
+
+
+def _is_stage_like(eqn: core.JaxprEqn, others: Sequence[core.JaxprEqn]) -> bool:
+    if eqn.primitive.name != "reduce_scatter" or eqn.params["axis_index_groups"] is None:
+        return False
+    same = ("axis_name", "scatter_dimension", "tiled")
+    return all(eqn.params[name] == other.params[name] for other in others for name in same)
+
+
+class MixesDevicesError(ValueError):
+    """The loss communicates about examples over the axes that divide them."""
+
+    def __init__(self, primitive: str, axes: frozenset[str], where: str = ""):
+        self.primitive, self.axes = primitive, axes
+        super().__init__(
+            f"the loss has a `{primitive}` over the data axes {tuple(sorted(axes))}{where}, of values that depend on the "
+            "example: it would mix examples of different devices, whose gradients could then not be told apart. Compute "
+            "normalisers and the like on the whole batch first, and give them as arguments. Parameters may be gathered "
+            "(all_gather) where data_axes=(...) names the axes, with nothing but casts and moves of elements before it. If "
+            "this axis does not divide the batch, name those that do with data_axes=(...)."
+        )
+
+    def located(self, program: core.ClosedJaxpr) -> MixesDevicesError:
+        """The same error with the line of the loss, looked up in the program as it was first traced."""
+
+        def lines(jaxpr: core.Jaxpr) -> Iterator[str]:
+            for eqn in jaxpr.eqns:
+                if eqn.primitive.name == self.primitive and self.axes.intersection(axes_of(eqn)):
+                    line = jaxprs.source_line([eqn])
+                    if line is not None:
+                        yield line
+                for inner in jaxprs.inner(eqn):
+                    yield from lines(inner)
+
+        line = next(lines(program.jaxpr), None)
+        return MixesDevicesError(self.primitive, self.axes, f" at {line}" if line else "")
+
+
+def refuse(eqn: core.JaxprEqn, batched: Sequence[bool], axes: frozenset[str]) -> None:
+    """Raises if an equation communicates values of examples over the axes that divide them."""
+    found = communicates(eqn, batched, axes)
+    if found is not None:
+        raise MixesDevicesError(found.primitive.name, axes.intersection(axes_of(found)))

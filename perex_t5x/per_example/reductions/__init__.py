@@ -1,0 +1,1 @@
+"""How the gradients of one equation are reduced over examples."""

@@ -1,0 +1,79 @@
+"""A producer as a sum of contributions: each a contraction, then moves of elements, casts and signs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from perex_t5x.per_example.engine import jaxprs, plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One contribution: the result of `eqn`, after `chain` (in order of application)."""
+
+    eqn: core.JaxprEqn
+    chain: tuple[core.JaxprEqn, ...]
+
+    def unary(self, x: jax.Array) -> jax.Array:
+        """The casts and signs of the chain; they commute with its moves."""
+        for eqn in self.chain:
+            if not plan.is_permutation(eqn):
+                (x,) = jaxprs.bind(eqn, [x])
+        return x
+
+    def moved(self, x: jax.Array) -> jax.Array:
+        """The moves of elements of the chain."""
+        for eqn in self.chain:
+            if plan.is_permutation(eqn):
+                (x,) = jaxprs.bind(eqn, [x])
+        return x
+
+    def moved_back(self, x: jax.Array) -> jax.Array:
+        """The inverse of `moved`."""
+        shape = self.eqn.outvars[0].aval.shape
+        (x,) = jax.linear_transpose(self.moved, jaxprs.struct(jax.typeof(x), shape))(x)
+        return x
+
+    @property
+    def transposed(self) -> bool | None:
+        """Of a matrix: whether the moves transpose it; None if they do something else."""
+        moves = [eqn for eqn in self.chain if plan.is_permutation(eqn)]
+        if len(self.eqn.outvars[0].aval.shape) != 2 or any(eqn.primitive.name != "transpose" for eqn in moves):
+            return None
+        return sum(tuple(eqn.params["permutation"]) == (1, 0) for eqn in moves) % 2 == 1
+
+
+def terms(node: plan.Producer) -> list[Term] | None:
+    """The contributions to a producer's root, or None if it is not such a sum."""
+    sources = {v: eqn for eqn in node.eqns for v in eqn.outvars}
+    found: list[Term] = []
+    used: set[int] = set()
+    todo: list[tuple[Any, tuple[core.JaxprEqn, ...]]] = [(node.root, ())]
+    while todo:
+        v, chain = todo.pop()
+        eqn = sources.get(v) if isinstance(v, core.Var) else None
+        if eqn is None:
+            return None
+        used.add(id(eqn))
+        name = eqn.primitive.name
+        if name in plan.SUMS and not chain:
+            todo.extend((x, ()) for x in eqn.invars)
+            continue
+        if plan.is_permutation(eqn) or plan.is_unary(eqn):
+            todo.append((eqn.invars[0], (eqn, *chain)))
+            continue
+        if name == "scatter-add":
+            if not plan.is_zeros(eqn.invars[0], {v: (e, 0) for v, e in sources.items()}):
+                return None
+            zeros = sources.get(eqn.invars[0])
+            while zeros is not None:
+                used.add(id(zeros))
+                zeros = sources.get(zeros.invars[0]) if isinstance(zeros.invars[0], core.Var) else None
+        elif name not in ("dot_general", "reduce_sum"):
+            return None
+        found.append(Term(eqn, chain))
+    return found if used == {id(eqn) for eqn in node.eqns} else None

@@ -1,0 +1,1 @@
+"""Reading compiled HLO programs."""

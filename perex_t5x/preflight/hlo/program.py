@@ -1,0 +1,266 @@
+"""What a compiled program does: its cycles and its collectives, loops multiplied out.
+
+    program = Program(compiled.as_text())
+    program.cycles()                                  # TPU: the compiler's estimates, summed
+    for c in program.collectives(mesh):
+        print(c.kind, c.axes, c.bytes, c.loops, c.executions)
+
+Works on the optimized text of TPU and CPU programs. Estimates of cycles exist for TPU only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from jax.sharding import Mesh
+
+from perex_t5x.preflight.hlo import groups as replica_groups
+from perex_t5x.preflight.hlo.loops import Frame, TripCounts
+from perex_t5x.preflight.hlo.text import Instruction, parse_computations, shape_arrays
+from perex_t5x.preflight.kernel_text import is_kernel
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+ICI, DCN = "ICI", "DCN"  # within a slice; between slices, over the data-centre network
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
+_TRANSFERS = {"ONE_TO_ONE": "collective-permute"}  # of the network between slices; the others are named alike
+_WINDOWED_KINDS = {"ag": "all-gather", "rs": "reduce-scatter"}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a program, however often it runs.
+
+    Attributes:
+      kind: one of `KINDS`.
+      name: of the instruction.
+      bytes: of the whole array on one device, the larger of what goes in and what comes out: an all-gather's result, a
+        reduce-scatter's operand. Several arrays in one collective are added up.
+      arrays: how many arrays it carries.
+      axes: mesh axes that it joins, in the mesh's order; empty without a mesh.
+      loops: how often the loops around it turn, outermost first; None for one that depends on data.
+      executions: how often it runs in all; loops that depend on data count once.
+      network: 'ICI', or 'DCN' where it joins several slices; '' on a CPU.
+      group_size: how many devices it joins.
+      dtypes: of the arrays, each once.
+      part_of: 'all-gather' or 'reduce-scatter' for the permutations into which the compiler has broken one, to
+        overlap it with the product that uses it; else ''.
+      op_name: where in the traced function it comes from.
+    """
+
+    kind: str
+    name: str
+    bytes: int
+    arrays: int
+    axes: tuple[str, ...]
+    loops: tuple[int | None, ...]
+    executions: int
+    network: str = ""
+    group_size: int = 1
+    dtypes: tuple[str, ...] = ()
+    part_of: str = ""
+    op_name: str = field(default="", compare=False)
+
+    @property
+    def bytes_per_step(self) -> int:
+        return self.bytes * self.executions
+
+
+@dataclass(frozen=True)
+class Executed:
+    """An instruction at one place where it runs, the loops around it, and the fusion it is in, if any."""
+
+    instruction: Instruction
+    frame: Frame
+    loops: tuple[int | None, ...]
+    fusion: Instruction | None = None
+
+    @property
+    def executions(self) -> int:
+        return math.prod(1 if trips is None else trips for trips in self.loops)
+
+
+class Program:
+    """A compiled program, from `compiled.as_text()`."""
+
+    def __init__(self, text: str):
+        self.computations, self.entry = parse_computations(text)
+        self.num_partitions = int((re.search(r"num_partitions=(\d+)", text[: text.find("\n")]) or [0, 1])[1])
+        self._trips = TripCounts(self.computations)
+
+    def executed(self, fusions: bool = False) -> Iterator[Executed]:
+        """All instructions that run, in order, those in loops once; with `fusions` also the inner ones of fusions."""
+        yield from self._executed(Frame(self.computations[self.entry]), (), fusions)
+
+    def _executed(self, frame: Frame, loops: tuple[int | None, ...], fusions: bool) -> Iterator[Executed]:
+        for instruction in frame.computation:
+            yield Executed(instruction, frame, loops)
+            if instruction.opcode == "fusion":
+                if fusions:
+                    yield from self._inner(frame, loops, instruction, instruction)
+                continue
+            inside = loops
+            if instruction.opcode == "while":
+                inside = (*loops, self._trips.of(frame, instruction))
+            for _, name in _run_by(instruction):
+                yield from self._executed(self._trips.enter(frame, instruction, name), inside, fusions)
+
+    def _inner(self, frame: Frame, loops: tuple, caller: Instruction, fusion: Instruction) -> Iterator[Executed]:
+        inner = self._trips.enter(frame, caller, caller.callee("calls"))
+        for instruction in inner.computation:
+            yield Executed(instruction, inner, loops, fusion)
+            if instruction.opcode == "fusion":
+                yield from self._inner(inner, loops, instruction, fusion)
+
+    def cycles(self, kernels: Mapping[str, int] | None = None) -> int:
+        """The compiler's estimates of all instructions, each as often as it runs; of a conditional, its longest branch.
+
+        Collectives, copies between memories, scatters and gathers have no estimate: see `unestimated`.
+
+        Args:
+          kernels: name -> cycles of Pallas kernels, which have none either: see `kernel_cycles`.
+        """
+        return self._cycles(Frame(self.computations[self.entry]), kernels or {})
+
+    def _cycles(self, frame: Frame, kernels: Mapping[str, int]) -> int:
+        total = 0
+        for instruction in frame.computation:
+            own = _CYCLES.search(instruction.attributes)
+            inner = [self._trips.enter(frame, instruction, name) for _, name in _run_by(instruction)]
+            called = [self._cycles(computation, kernels) for computation in inner]
+            if own:
+                total += int(own[1])
+            elif instruction.name in kernels:
+                total += kernels[instruction.name]
+            elif instruction.opcode == "while":
+                trips = self._trips.of(frame, instruction)
+                total += sum(called) * (1 if trips is None else trips)
+            elif instruction.opcode == "conditional":
+                total += max(called, default=0)
+            else:
+                total += sum(called)
+        return total
+
+    def unestimated(self, kernels: Collection[str] = ()) -> list[Executed]:
+        """Kernels, but for those given, and custom fusions without an estimate of cycles, collectives apart."""
+        return [
+            e
+            for e in self.executed()
+            if not _CYCLES.search(e.instruction.attributes)
+            and (is_kernel(e.instruction) or "kind=kCustom" in e.instruction.attributes)
+            and e.instruction.name not in kernels
+            and not e.instruction.name.startswith("async-collective")
+        ]
+
+    def data_dependent_loops(self) -> list[str]:
+        """Names of loops whose number of turns is not known; everything in them is counted once."""
+        loops = (e for e in self.executed() if e.instruction.opcode == "while")
+        return [e.instruction.name for e in loops if self._trips.of(e.frame, e.instruction) is None]
+
+    def collectives(self, mesh: Mesh | None = None) -> list[Collective]:
+        """All collectives, in order; with the mesh also which axes they join and over which network."""
+        places = _Places(mesh, self.num_partitions)
+        found = (self._collective(e, places) for e in self.executed(fusions=True))
+        return [c for c in found if c is not None]
+
+    def _collective(self, e: Executed, places: _Places) -> Collective | None:
+        instruction, attributes = e.instruction, e.instruction.attributes
+        if instruction.opcode == "send" and "megascale" in attributes:
+            # What crosses slices is handed to the host: one send and one recv for each collective.
+            transfer = instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') or ""
+            kind = _TRANSFERS.get(transfer, transfer.lower().replace("_", "-"))
+            return self._make(e, kind, [e.frame.computation[instruction.operands[0]]], places.between_slices(), DCN)
+        kind = instruction.opcode.removesuffix("-start")
+        if kind not in KINDS:
+            return None
+        if '"async_collective_fusion_config"' in attributes and '"flag_start":"-1"' not in attributes:
+            return None  # the middle or the end of one that another fusion has started
+        groups = replica_groups.parse_groups(attributes, self.num_partitions)
+        if kind == "all-reduce" and _is_scattered(e):
+            # Of the fusion's operand: inside it is padded.
+            outer, kind = e.frame.parent.computation, "reduce-scatter"
+            return self._make(e, kind, [outer[name] for name in e.frame.caller.operands], *places.of(groups, kind))
+        operands = [e.frame.computation[name] for name in instruction.operands]
+        return self._make(e, kind, operands, *places.of(groups, kind))
+
+    def _make(
+        self, e: Executed, kind: str, operands: list[Instruction], joined: tuple[tuple[str, ...], int], network: str
+    ) -> Collective:
+        axes, group_size = joined
+        shapes = [operand.shape for operand in operands]
+        sizes = [size for shape in shapes for size in shape_arrays(shape)]
+        windowed = _WINDOWED.search(e.frame.computation.name)
+        return Collective(
+            kind=kind,
+            name=e.instruction.name,
+            bytes=sum(sizes) * (group_size if kind == "all-gather" else 1),
+            arrays=len(sizes),
+            axes=axes,
+            loops=e.loops,
+            executions=e.executions,
+            network=network,
+            group_size=group_size,
+            dtypes=tuple(sorted({kind for shape in shapes for kind in re.findall(r"([a-z]\w*)\[", shape)})),
+            part_of=_WINDOWED_KINDS[windowed[1]] if windowed and kind == "collective-permute" else "",
+            op_name=e.instruction.op_name or (e.fusion.op_name if e.fusion else ""),
+        )
+
+
+class _Places:
+    """From the numbers in a program's groups to the axes of a mesh, and to the slices of its devices."""
+
+    def __init__(self, mesh: Mesh | None, num_partitions: int):
+        self._mesh = mesh
+        if mesh is None:
+            return
+        devices = list(mesh.devices.flat)
+        self._on_tpu = devices[0].platform == "tpu"
+        self._slice_of = [getattr(d, "slice_index", 0) or 0 for d in devices]
+        self._members = list(range(len(devices)))
+        if num_partitions < len(devices):
+            # With several slices each has a program of its own, and the numbers count the devices of that slice.
+            self._members = [i for i in self._members if self._slice_of[i] == self._slice_of[0]]
+
+    def of(self, groups: replica_groups.Groups, kind: str) -> tuple[tuple[tuple[str, ...], int], str]:
+        """((axes, devices in a group), network)."""
+        size = 2 if kind == "collective-permute" else len(groups[0])
+        if self._mesh is None:
+            return ((), size), ""
+        groups = tuple(tuple(self._members[i] for i in group) for group in groups)
+        crosses = replica_groups.slices_joined(groups, self._slice_of)
+        network = "" if not self._on_tpu else DCN if crosses else ICI
+        return (replica_groups.mesh_axes(groups, self._mesh.shape), size), network
+
+    def between_slices(self) -> tuple[tuple[str, ...], int]:
+        """(axes along which slices differ, number of slices)."""
+        if self._mesh is None:
+            return (), 0
+        grid = np.asarray(self._slice_of).reshape(self._mesh.devices.shape)
+        names = self._mesh.axis_names
+        differ = [bool(np.any(grid != np.take(grid, [0], axis=i))) for i in range(grid.ndim)]
+        return tuple(name for name, does in zip(names, differ, strict=True) if does), len(set(self._slice_of))
+
+
+def _run_by(instruction: Instruction) -> list[tuple[str, str]]:
+    """(role, computation) of what an instruction runs, instruction by instruction; not the functions of a reduction."""
+    if instruction.opcode in ("while", "call", "conditional", "async-start", "custom-call"):
+        return [(role, name) for role, name in instruction.called]
+    return []
+
+
+def _is_scattered(e: Executed) -> bool:
+    """Whether a fusion keeps only this device's part of an all-reduce, which is how some TPUs write a reduce-scatter."""
+    return e.fusion is not None and any(i.opcode == "dynamic-slice" for i in e.frame.computation)
