@@ -18,7 +18,7 @@ from absl import logging
 from perex_t5x import distributed
 from perex_t5x.checkpoints import Checkpointer
 from perex_t5x.cli.progress import Progress
-from perex_t5x.data.prefetch import prefetch
+from perex_t5x.data.device_batches import prefetch
 from perex_t5x.errors import TrainingError
 from perex_t5x.evaluation import TrainEvaluator
 from perex_t5x.metrics import MetricSums, MetricsWriter, model_flops_utilization

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from perex_t5x.data import device_batches, stores
-from perex_t5x.data.feed import EndOfData, Feed
+from perex_t5x.data.device_batches import EndOfData
+from perex_t5x.data.feed import Feed, FeedRequest
 from perex_t5x.data.order import EpochOrder, MixedOrder
 from perex_t5x.data.rows import from_records
 from perex_t5x.errors import ConfigError
@@ -50,21 +50,11 @@ class CachedFeed(Feed):
     restored. A feed that does not repeat gives a mixture's tasks one after the other, each row once.
     """
 
-    def __init__(
-        self,
-        *,
-        cfg: Any,
-        provider: Any,
-        converter: Any,
-        lengths: Mapping[str, int],
-        spec: dict[str, jax.ShapeDtypeStruct],
-        seed: int | None,
-        repeat: bool,
-        pad_remainder: bool,
-    ):
+    def __init__(self, request: FeedRequest):
+        cfg, provider, spec, seed, repeat = request.cfg, request.provider, request.spec, request.seed, request.repeat
         started = time.monotonic()
         tasks, rates = _component_tasks(provider, cfg.split)
-        self._stores = [stores.open_store(t, converter, cfg.split, lengths, cfg, spec) for t in tasks]
+        self._stores = [stores.open_store(t, request.converter, cfg.split, request.lengths, cfg, spec) for t in tasks]
         sizes = [len(s) for s in self._stores]
         for task, size in zip(tasks, sizes, strict=True):
             if not size:
@@ -84,7 +74,7 @@ class CachedFeed(Feed):
         self.num_steps = None
         if not repeat:
             full, rest = divmod(self.num_examples, self.batch_size)
-            self.num_steps = full + (1 if rest and pad_remainder else 0)
+            self.num_steps = full + (1 if rest and request.pad_remainder else 0)
             if not self.num_steps:
                 raise ConfigError(
                     f"{provider.name!r}, split {cfg.split!r}, has {self.num_examples} rows, fewer "
@@ -128,7 +118,9 @@ class CachedFeed(Feed):
         start = step * self.batch_size
         if sharding is None:
             return self._read(start, start + self.batch_size)
-        return device_batches.place(lambda a, b: self._read(start + a, start + b), self.element_spec, sharding)
+        return device_batches.make_global_batch(
+            lambda a, b: self._read(start + a, start + b), self.element_spec, sharding
+        )
 
     def _position(self, step: int) -> dict[str, Any]:
         return {

@@ -1,15 +1,25 @@
-"""From row numbers to arrays on devices: every process reads the rows of its own devices only."""
+"""Batches on devices: every process reads only the rows of its own devices, in a thread ahead of the training step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+if TYPE_CHECKING:
+    from perex_t5x.data.feed import Feed
+
 Rows = dict[str, np.ndarray]
 Shardings = Mapping[str, jax.sharding.Sharding]
 Spec = Mapping[str, jax.ShapeDtypeStruct]
+
+
+class EndOfData(IndexError):  # noqa: N818 (an end, not an error)
+    """Asked for a batch behind the last one of a feed that does not repeat."""
 
 
 def row_range(index: tuple[slice, ...], batch_size: int) -> tuple[int, int]:
@@ -17,11 +27,11 @@ def row_range(index: tuple[slice, ...], batch_size: int) -> tuple[int, int]:
     return start, stop
 
 
-def place(read: Callable[[int, int], Rows], spec: Spec, shardings: Shardings) -> dict:
+def make_global_batch(read: Callable[[int, int], Rows], spec: Spec, shardings: Shardings) -> dict:
     """Global arrays whose rows come from `read(start, stop)`, each distinct range read once.
 
-    Where this process holds every row, that is one read and one transfer; elsewhere each device
-    shard is cut from the range it lies in.
+    Where this process holds every row, that is one read and one transfer; elsewhere each device's shard is sliced from
+    the range that contains it.
     """
     _check_names(spec, shardings)
     if _holds_all_rows(shardings):
@@ -51,3 +61,62 @@ def _holds_all_rows(shardings: Shardings) -> bool:
 def _check_names(spec: Spec, shardings: Shardings) -> None:
     if set(spec) - set(shardings):
         raise ValueError(f"no sharding for {sorted(set(spec) - set(shardings))}")
+
+
+class prefetch(Iterator):  # noqa: N801 (used like a function: `for step, batch in prefetch(...)`)
+    """Iterates over (step, batch) from `start_step`; a background thread stays up to `buffer` batches ahead.
+
+    An exception of the feed is raised where the batch would have been. `close()` (or leaving a `with` block) stops the
+    thread and waits for it; it may be called twice.
+    """
+
+    def __init__(self, feed: Feed, start_step: int, shardings: Shardings | None = None, buffer: int = 2):
+        if buffer < 1:
+            raise ValueError(f"buffer = {buffer}: must be at least 1")
+        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=buffer)
+        self._stop = threading.Event()
+        self._finished = False
+        self._thread = threading.Thread(
+            target=self._work, args=(feed, start_step, shardings), name="prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def _put(self, kind: str, value: Any) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put((kind, value), timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def _work(self, feed: Feed, step: int, shardings: Shardings | None) -> None:
+        try:
+            while self._put("batch", (step, feed.batch(step, shardings))):
+                step += 1
+        except EndOfData:
+            self._put("end", None)
+        except BaseException as e:
+            self._put("error", e)
+
+    def __next__(self) -> tuple[int, dict[str, Any]]:
+        if self._finished:
+            raise StopIteration
+        kind, value = self._queue.get()
+        if kind == "batch":
+            return value
+        self._finished = True
+        if kind == "error":
+            raise value
+        raise StopIteration
+
+    def close(self) -> None:
+        self._finished = True
+        self._stop.set()
+        self._thread.join()
+
+    def __enter__(self) -> prefetch:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()

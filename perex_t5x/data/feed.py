@@ -1,8 +1,9 @@
-"""What the training loop asks for: the global batch of a step."""
+"""A feed gives the training loop the global batch of a step; `make_feed` chooses and makes one."""
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,14 +14,39 @@ from absl import logging
 
 from perex_t5x import distributed
 from perex_t5x.data import lookup
-from perex_t5x.data.device_batches import Shardings
+from perex_t5x.data.device_batches import EndOfData, Shardings
 from perex_t5x.errors import ConfigError
 from perex_t5x.seeds import draw_seed
 from perex_t5x.utils import FEEDS
 
+# A token in a packed row: two bytes as input and as target, one each for weight, segment and (up
+# to) two for its position. A byte of text is at most one token.
+_BYTES_PER_SOURCE_BYTE = 8
 
-class EndOfData(IndexError):  # noqa: N818 (an end, not an error)
-    """Asked for a batch behind the last one of a feed that does not repeat."""
+
+@dataclasses.dataclass(frozen=True)
+class FeedRequest:
+    """All that describes a feed, checked.
+
+    Attributes:
+      cfg: the `perex_t5x.utils.DatasetConfig`.
+      provider: SeqIO's task or mixture.
+      converter: SeqIO's feature converter, made for `cfg.pack`.
+      lengths: of the task's features.
+      spec: shapes and dtypes of the global batch.
+      seed: of the order; None without shuffling.
+      repeat: epoch after epoch, or one epoch.
+      pad_remainder: fill the last batch of an epoch with all-zero rows; only without `repeat`.
+    """
+
+    cfg: Any
+    provider: Any
+    converter: Any
+    lengths: Mapping[str, int]
+    spec: dict[str, jax.ShapeDtypeStruct]
+    seed: int | None
+    repeat: bool
+    pad_remainder: bool
 
 
 class Feed(abc.ABC):
@@ -139,10 +165,48 @@ def _order_seed(cfg: Any, saved_position: Mapping[str, Any] | None) -> int | Non
     return draw_seed()
 
 
-def _fits(provider: Any, cfg: Any, spec: Mapping[str, Any]) -> bool:
-    from perex_t5x.data import sizes
+def _task_source_bytes(task: Any, split: str, use_cached: bool) -> int | None:
+    import seqio
+    import tensorflow as tf
 
-    estimate = sizes.estimate_bytes(provider, cfg.split, cfg.use_cached, spec)
+    if use_cached and task.supports_caching:
+        prefix = seqio.utils.get_cached_tfrecord_prefix(task.cache_dir, split)
+        files = tf.io.gfile.glob(f"{prefix}*")
+    elif hasattr(task.source, "size_bytes"):
+        return task.source.size_bytes(split)
+    elif tfds_bytes := lookup.tfds_split_bytes(task.source, split):
+        return tfds_bytes
+    else:
+        files = task.source.list_shards(split)
+    if files and all(tf.io.gfile.exists(f) for f in files):
+        return sum(tf.io.gfile.stat(f).length for f in files)
+    return None
+
+
+def estimate_bytes(provider: Any, split: str, use_cached: bool, spec: Mapping[str, Any]) -> int | None:
+    """An upper estimate of the copy's bytes in memory; None where the source's size is unknown.
+
+    The larger of what the text itself takes and of one row per source example: unpacked short
+    examples are mostly padding.
+    """
+    import seqio
+
+    row_bytes = sum(feature.shape[1] * 2 for feature in spec.values())
+    total = 0
+    for task in seqio.get_subtasks(provider):
+        if split.split("[")[0] not in [str(s) for s in task.splits]:
+            continue
+        source_bytes = _task_source_bytes(task, split, use_cached)
+        if source_bytes is None:
+            return None
+        packed = any(name.endswith("_segment_ids") for name in spec)
+        examples = 0 if packed else (task.num_input_examples(split) or 0)
+        total += max(source_bytes * _BYTES_PER_SOURCE_BYTE, examples * row_bytes)
+    return int(total)
+
+
+def _fits(provider: Any, cfg: Any, spec: Mapping[str, Any]) -> bool:
+    estimate = estimate_bytes(provider, cfg.split, cfg.use_cached, spec)
     name = cfg.mixture_or_task_name
     if estimate is None:
         logging.info(
@@ -197,16 +261,7 @@ def make_feed(
         from perex_t5x.data.cached import CachedFeed as FeedClass
     else:
         from perex_t5x.data.streaming import StreamingFeed as FeedClass
-    feed = FeedClass(
-        cfg=cfg,
-        provider=provider,
-        converter=converter,
-        lengths=lengths,
-        spec=spec,
-        seed=seed,
-        repeat=repeat,
-        pad_remainder=pad_remainder,
-    )
+    feed = FeedClass(FeedRequest(cfg, provider, converter, lengths, spec, seed, repeat, pad_remainder))
     if saved_position:
         feed.check_position(saved_position)
     return feed

@@ -92,15 +92,15 @@ def check_feature_lengths(provider: Any, lengths: Any, converter_cls: type) -> d
     missing = [f for f in needed if f not in given]
     unknown = [f for f in given if f not in needed]
     if missing or unknown:
-        slips = []
+        problems = []
         if missing:
-            slips.append(f"no length for {', '.join(map(repr, missing))}")
+            problems.append(f"no length for {', '.join(map(repr, missing))}")
         if unknown:
-            slips.append(
+            problems.append(
                 f"{', '.join(map(repr, unknown))} not a feature of the model" + did_you_mean(unknown[0], needed)
             )
         raise ConfigError(
-            f"TASK_FEATURE_LENGTHS = {given}: {'; '.join(slips)}. The model "
+            f"TASK_FEATURE_LENGTHS = {given}: {'; '.join(problems)}. The model "
             f"({converter_cls.__name__}) needs a length for {', '.join(needed)}, for example "
             f"TASK_FEATURE_LENGTHS = { ({f: 512 for f in needed}) }."
         )
@@ -172,3 +172,13 @@ def check_vocabulary(name: str, model: Any) -> None:
                     f"is {vocab_size}. Set T5Config.vocab_size to at least {size} (a multiple of 128 suits "
                     "accelerators), or give the task the model's vocabulary (tasks.register_all.vocabulary)."
                 )
+
+
+def tfds_split_bytes(source: Any, split: str) -> int | None:
+    """The size that TFDS's metadata give: asking a thousand remote files instead takes minutes."""
+    import seqio
+
+    if not isinstance(source, seqio.TfdsDataSource) or source.tfds_dataset.name is None:
+        return None
+    splits = source.tfds_dataset.info.splits
+    return int(splits[split].num_bytes) or None if split in splits else None

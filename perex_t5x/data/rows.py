@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from perex_t5x.data import packing, sizes
+from perex_t5x.data import lookup, packing
 from perex_t5x.errors import ConfigError
 
 # Stochastic preprocessing is drawn once for the whole copy; a constant makes the copy, and so its
@@ -156,7 +156,7 @@ def _source_key(task: Any, split: str, use_cached: bool) -> list:
     if hasattr(task.source, "digest"):
         return [task.source.digest(split)]
     shards = list(task.source.list_shards(split))
-    if tfds_bytes := sizes.tfds_split_bytes(task.source, split):
+    if tfds_bytes := lookup.tfds_split_bytes(task.source, split):
         return [task.source.tfds_dataset.name, tfds_bytes, shards]
     lengths = [tf.io.gfile.stat(f).length if tf.io.gfile.exists(f) else None for f in shards]
     return [repr(task.source), shards, lengths]

@@ -8,14 +8,14 @@ import io
 import json
 import os
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from perex_t5x.data import device_batches
-from perex_t5x.data.feed import EndOfData, Feed
+from perex_t5x.data.device_batches import EndOfData
+from perex_t5x.data.feed import Feed, FeedRequest
 from perex_t5x.data.rows import vocabulary_key
 from perex_t5x.errors import ConfigError
 
@@ -51,28 +51,18 @@ class StreamingFeed(Feed):
     A repeating feed is sharded: each process reads its own part of the source, so the global batch
     depends on the number of hosts. A feed of one epoch (evaluation) is read in whole by every
     process, which then keeps its own rows: all agree on where the data end. Asking for step 0 again
-    starts it anew.
+    restarts it.
     """
 
-    def __init__(
-        self,
-        *,
-        cfg: Any,
-        provider: Any,
-        converter: Any,
-        lengths: Mapping[str, int],
-        spec: dict[str, jax.ShapeDtypeStruct],
-        seed: int | None,
-        repeat: bool,
-        pad_remainder: bool,
-    ):
+    def __init__(self, request: FeedRequest):
+        cfg, provider, converter, seed = request.cfg, request.provider, request.converter, request.seed
         self._cfg, self._provider, self._converter = cfg, provider, converter
-        self._lengths, self._seed, self._repeat = dict(lengths), seed, repeat
-        self._pad_remainder = pad_remainder
-        self.element_spec = dict(spec)
+        self._lengths, self._seed, self._repeat = dict(request.lengths), seed, request.repeat
+        self._pad_remainder = request.pad_remainder
+        self.element_spec = dict(request.spec)
         self.num_examples = None
         self.num_steps = None
-        self.has_state = repeat
+        self.has_state = request.repeat
         self._lock = threading.RLock()
         self._iterator: Any = None
         self._shards: tuple[int, int] | None = None
@@ -158,7 +148,7 @@ class StreamingFeed(Feed):
             if step != self._next_step:
                 raise ValueError(
                     f"A streaming feed gives its batches in sequence: step {step} was asked for, "
-                    f"{self._next_step} is next. Only a cached feed can go anywhere."
+                    f"{self._next_step} is next. Only a cached feed has random access."
                 )
             rows = self._draw()
             self._next_step += 1
@@ -168,7 +158,7 @@ class StreamingFeed(Feed):
             return rows
         parts, mine = self._shards
         offset = mine * (self.batch_size // parts)
-        return device_batches.place(
+        return device_batches.make_global_batch(
             lambda a, b: {name: x[a - offset : b - offset] for name, x in rows.items()},
             self.element_spec,
             sharding,
@@ -227,18 +217,18 @@ class StreamingFeed(Feed):
         import tensorflow as tf
 
         if not tf.io.gfile.exists(os.path.join(directory, _process_name())):
-            found = sorted(tf.io.gfile.listdir(directory)) if tf.io.gfile.exists(directory) else []
-            found = [name.rstrip("/") for name in found if name.startswith("process_")]
-            saved = found[0].rsplit("-", 1)[-1] if found else None
+            names = sorted(tf.io.gfile.listdir(directory)) if tf.io.gfile.exists(directory) else []
+            states = [name.rstrip("/") for name in names if name.startswith("process_")]
+            saved = states[0].rsplit("-", 1)[-1] if states else None
             if saved and int(saved) != jax.process_count():
                 reason = (
                     f"it was saved by {saved} processes and this run has {jax.process_count()}: a "
-                    "stream cannot be divided anew. Resume on the old number of hosts, or begin "
+                    "stream cannot be divided again. Resume on the old number of hosts, or begin "
                     "another MODEL_DIR from its parameters with CheckpointConfig.restore.path, or "
-                    "train with DatasetConfig.feed = 'cached', which does not care"
+                    "train with DatasetConfig.feed = 'cached', which resumes on any number"
                 )
             else:
-                reason = f"{_process_name()} is missing (found: {found or 'nothing'})"
+                reason = f"{_process_name()} is missing (the folder has: {', '.join(states) or 'nothing'})"
             raise ConfigError(f"Cannot resume the streaming feed from {directory}: {reason}.")
         with self._lock:
             self._restore_from = directory

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 import gin
 import seqio
 
-from perex_t5x.data import metrics, preprocessors, stdlib_corpus, text_source
+from perex_t5x.data import metrics, preprocessors, text_source
 from perex_t5x.errors import ConfigError
 
 EXTRA_IDS = 100
@@ -71,7 +71,7 @@ def _add(name: str, arguments: tuple, make_source, vocabulary, features, steps, 
             # A mixture holds the task objects it was made of; it would silently keep the old one.
             if name in [t.name for t in seqio.MixtureRegistry.get(mixture).tasks]:
                 raise ConfigError(
-                    f"Task {name!r} is part of mixture {mixture!r} and cannot be registered anew "
+                    f"Task {name!r} is part of mixture {mixture!r} and cannot be registered again "
                     "with other arguments: make the mixture afterwards (put it into the module "
                     "named by MIXTURE_OR_TASK_MODULE, which is imported after the tasks)."
                 )
@@ -108,9 +108,9 @@ def _add_lm(name: str, arguments: tuple, make_source, vocabulary) -> None:
 
 def _stdlib_source() -> text_source.TextFilesSource:
     return text_source.TextFilesSource(
-        lambda: text_source.split_by_name(stdlib_corpus.list_stdlib_files()),
+        lambda: text_source.split_by_name(text_source.list_stdlib_files()),
         description="the Python standard library",
-        how_to_mend="This Python's library is too small to split.",
+        how_to_fix="This Python's library is too small to split.",
     )
 
 
@@ -166,7 +166,7 @@ def register_text_files(
         return text_source.TextFilesSource(
             lambda: _list_text_files(glob, validation_glob),
             description=f"the files of {glob!r}",
-            how_to_mend="Give more files, or tasks.register_text_files.validation_glob.",
+            how_to_fix="Give more files, or tasks.register_text_files.validation_glob.",
         )
 
     arguments = tuple(tuple(g) if isinstance(g, (list, tuple)) else g for g in (glob, validation_glob))
@@ -175,7 +175,7 @@ def register_text_files(
 
 @gin.configurable(module="perex_t5x.data.tasks")
 def register_all(vocabulary: str | seqio.Vocabulary | None = None, c4_name: str = "c4/en:3.1.0") -> None:
-    """Registers all tasks of this module, or registers them anew after the arguments changed.
+    """Registers all tasks of this module, or registers them again after the arguments changed.
 
     Args:
       vocabulary: of every task; see `get_vocabulary`.

@@ -1,10 +1,15 @@
-"""A SeqIO source over text files, one document per file."""
+"""A SeqIO source over text files, one document per file; and the embedded corpus, the Python standard library's source text.
+
+The embedded corpus needs no download, is there on every machine, and is about 12 MB of real text. Its size and hash differ
+between Python versions; both are logged, and the hash is part of a run's data fingerprint.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import os
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 
 import seqio
@@ -17,6 +22,11 @@ VALIDATION_PERCENT = 5
 # Beyond this the digest is taken over sizes and modification times: reading everything twice only
 # to name it would double the cost of starting.
 _HASH_CONTENTS_UP_TO = 256 * 2**20
+
+# Tests are excluded for their size and sameness; the rest is not the standard library's own text.
+_EXCLUDED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "_bundled"}
+)
 
 # split -> [(name, path)]; the name is what the split and the digest depend on, so that the same
 # files in another folder are the same corpus.
@@ -59,14 +69,14 @@ class TextFilesSource(seqio.DataSource):
     Args:
       list_files: returns the files of each split.
       description: what the files are, for messages ("the files of glob '...'").
-      how_to_mend: what to change when a split is empty, for the message.
+      how_to_fix: what to change when a split is empty, for the message.
     """
 
-    def __init__(self, list_files: Callable[[], FilesBySplit], *, description: str, how_to_mend: str):
+    def __init__(self, list_files: Callable[[], FilesBySplit], *, description: str, how_to_fix: str):
         super().__init__(splits=("train", "validation"))
         self._list_files = list_files
         self.description = description
-        self._how_to_mend = how_to_mend
+        self._how_to_fix = how_to_fix
 
     @functools.cached_property
     def _files(self) -> FilesBySplit:
@@ -77,7 +87,7 @@ class TextFilesSource(seqio.DataSource):
         if not files:
             count = sum(len(f) for f in self._files.values())
             raise ConfigError(
-                f"Split {split!r} of {self.description} is empty ({count} files in all splits). {self._how_to_mend}"
+                f"Split {split!r} of {self.description} is empty ({count} files in all splits). {self._how_to_fix}"
             )
         return files
 
@@ -149,3 +159,26 @@ class TextFilesSource(seqio.DataSource):
             return {"text": text}
 
         return ds.map(read, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def list_stdlib_files(root: str | None = None) -> list[tuple[str, str]]:
+    """Returns sorted (relative path, path) of the standard library's `*.py` files.
+
+    >>> names = [name for name, _ in list_stdlib_files()]
+    >>> "json/decoder.py" in names, any("site-packages" in n for n in names)
+    (True, False)
+    """
+    root = root or sysconfig.get_paths()["stdlib"]
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [s for s in subfolders if s not in _EXCLUDED_FOLDERS]
+        for name in names:
+            if name.endswith(".py"):
+                path = os.path.join(folder, name)
+                files.append((os.path.relpath(path, root).replace(os.sep, "/"), path))
+    if not files:
+        raise ConfigError(
+            f"The standard library at {root} holds no *.py files (a zipped or stripped Python). "
+            "Use MIXTURE_OR_TASK_NAME = 'text_files_lm' with files of your own."
+        )
+    return sorted(files)

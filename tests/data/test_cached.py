@@ -9,8 +9,8 @@ import pytest
 import seqio
 
 from perex_t5x.data import device_batches, make_feed, stores, tasks
+from perex_t5x.data.device_batches import prefetch
 from perex_t5x.data.feed import EndOfData, batch_spec
-from perex_t5x.data.prefetch import prefetch
 from perex_t5x.errors import ConfigError
 
 

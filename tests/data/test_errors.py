@@ -1,4 +1,4 @@
-"""Every slip a user can make with the data, and what the message says."""
+"""Every mistake a user can make with the data, and the error for it."""
 
 import dataclasses
 

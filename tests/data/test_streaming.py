@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from perex_t5x.data import make_feed, streaming
-from perex_t5x.data.prefetch import prefetch
+from perex_t5x.data.device_batches import prefetch
 from perex_t5x.errors import ConfigError
 
 
@@ -113,7 +113,7 @@ def test_processes_with_the_same_rows_read_the_same_shard():
 
 def test_feeds_are_imported_without_tensorflow():
     code = (
-        "import sys, perex_t5x.data, perex_t5x.data.feed, perex_t5x.data.prefetch, "
+        "import sys, perex_t5x.data, perex_t5x.data.feed, perex_t5x.data.device_batches, "
         "perex_t5x.data.cached, perex_t5x.data.streaming; "
         "print([m for m in ('tensorflow', 'seqio', 'grain') if m in sys.modules])"
     )

@@ -10,7 +10,7 @@ import seqio
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from perex_t5x.data import make_feed, metrics, preprocessors, stdlib_corpus, tasks, text_source
+from perex_t5x.data import make_feed, metrics, preprocessors, tasks, text_source
 from perex_t5x.data.lookup import get_mixture_or_task
 from perex_t5x.errors import ConfigError
 
@@ -40,7 +40,7 @@ def test_the_table_of_tasks():
 
 
 def test_stdlib_files_are_the_librarys_own():
-    names = [name for name, _ in stdlib_corpus.list_stdlib_files()]
+    names = [name for name, _ in text_source.list_stdlib_files()]
     assert names == sorted(names) and len(names) > 300
     assert {"argparse.py", "asyncio/tasks.py"} <= set(names)
     assert not any(re.search(r"site-packages|(^|/)tests?/|__pycache__", n) for n in names)
@@ -48,7 +48,7 @@ def test_stdlib_files_are_the_librarys_own():
 
 def test_an_interpreter_without_sources_is_explained(tmp_path):
     with pytest.raises(ConfigError, match="text_files_lm"):
-        stdlib_corpus.list_stdlib_files(str(tmp_path))
+        text_source.list_stdlib_files(str(tmp_path))
 
 
 def test_a_file_stays_in_its_split_when_others_come():
@@ -288,7 +288,7 @@ def test_an_offline_seqio_cache_is_read(tmp_path, corpus, config, converter):
 # --- registration ---------------------------------------------------------------------------------
 
 
-def test_registering_anew_replaces_unless_a_mixture_holds_the_task(corpus):
+def test_registering_again_replaces_unless_a_mixture_holds_the_task(corpus):
     register = functools.partial(tasks.register_text_files, name="again_lm")
     register(glob=f"{corpus}/*.txt")
     first = seqio.TaskRegistry.get("again_lm")

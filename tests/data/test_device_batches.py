@@ -2,8 +2,8 @@ import threading
 
 import pytest
 
+from perex_t5x.data.device_batches import prefetch
 from perex_t5x.data.feed import EndOfData
-from perex_t5x.data.prefetch import prefetch
 
 
 class FakeFeed:
