@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from perex_t5x.optimizers.chain_compat import SCALING, Scaling, agreeing, at_least_float32
+from perex_t5x.optimizers.chain_compat import agreeing, at_least_float32
 from perex_t5x.optimizers.checks import check_number, check_statistics, refuse_multi_steps
 from perex_t5x.optimizers.learning_rate import drive_learning_rate
 from perex_t5x.per_example.results import GradStatistics
+from perex_t5x.per_example.statistic import Statistic, union
 
 Mask = Any  # a tree of booleans like the parameters (or a prefix), or a function from parameters to one
 
@@ -23,14 +24,15 @@ class StatisticsTransformation(optax.GradientTransformationExtraArgs):
 
     Attributes:
       name: for messages.
-      needs: names of statistics, "mean" first. optax's wrappers drop it; `needs_of` finds it through them.
+      needs: statistics, "mean" first: names of built-in ones, and `per_example.Statistic` objects; what
+        `per_example.grad_statistics` takes. optax's wrappers drop it; `needs_of` finds it through them.
     """
 
     name: str = ""
-    needs: tuple[str, ...] = ("mean",)
+    needs: tuple[str | Statistic, ...] = ("mean",)
 
 
-def _made(name: str, needs: tuple[str, ...], init: Callable[..., Any], update: Callable[..., Any]) -> Any:
+def _made(name: str, needs: tuple[str | Statistic, ...], init: Callable[..., Any], update: Callable[..., Any]) -> Any:
     made = StatisticsTransformation(init, update)
     made.name, made.needs = name, needs
     return made
@@ -38,22 +40,20 @@ def _made(name: str, needs: tuple[str, ...], init: Callable[..., Any], update: C
 
 def from_statistics(
     name: str,
-    needs: Sequence[str],
+    needs: Sequence[str | Statistic],
     init: Callable[[Any], Any],
     update: Callable[[GradStatistics, Any, Any], tuple[Any, Any]],
-    *,
-    scaling: Scaling | None = None,
 ) -> StatisticsTransformation:
     """Makes an optax transformation from a function of statistics.
 
     Args:
       name: for messages and profiles.
-      needs: the names of the statistics that `update` reads; "mean" is always there.
+      needs: the statistics that `update` reads, built-in ones by name, others as `per_example.Statistic` objects;
+        "mean" is always there.
       init: params -> state.
       update: (statistics, state, params) -> (updates, state). The statistics have what `needs` names, in at least
         float32, and agree with what stands in front in the chain: masked as the updates are (their trees then have
         `optax.MaskedNode`, which `jax.tree.map` skips), scaled as the updates were.
-      scaling: for statistics of your own, how they follow a rescaling of the gradients: φ(c·g) = scaling[name](c)·φ(g).
 
     Returns:
       A transformation for `optax.chain` and all the rest, with `needs`. One that needs the mean alone also works without
@@ -63,6 +63,7 @@ def from_statistics(
 
     >>> from typing import NamedTuple
     >>> from perex_t5x import per_example
+    >>> MEAN_ABS = per_example.Statistic("mean_abs", jnp.abs, scaling=jnp.abs)  # |c·g| = |c|·|g|
     >>> class MeanAbsState(NamedTuple):
     ...     mu: Any
     ...     nu: Any
@@ -72,28 +73,24 @@ def from_statistics(
     ...
     ...     def update(statistics, state, params):
     ...         mu = optax.tree.update_moment(statistics.mean, state.mu, b1, 1)
-    ...         nu = optax.tree.update_moment(statistics["mean_abs"], state.nu, b2, 1)
+    ...         nu = optax.tree.update_moment(statistics[MEAN_ABS], state.nu, b2, 1)
     ...         return jax.tree.map(lambda m, v: m / (v + eps), mu, nu), MeanAbsState(mu, nu)
     ...
-    ...     needs, scaling = ("mean", "mean_abs"), {"mean_abs": jnp.abs}
-    ...     return from_statistics("scale_by_mean_abs", needs, init, update, scaling=scaling)
+    ...     return from_statistics("scale_by_mean_abs", ("mean", MEAN_ABS), init, update)
     >>> def mean_abs(learning_rate, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.0, mask=None):
     ...     return descend(scale_by_mean_abs(b1, b2, eps), learning_rate, weight_decay, mask)
 
     and a step with it:
 
     >>> optimizer, params, batch = mean_abs(0.1), jnp.zeros(2), jnp.array([[1.0, 3.0], [3.0, -1.0]])
-    >>> compute = per_example.grad_statistics(
-    ...     lambda p, x: jnp.sum(x @ p), ("mean", per_example.Statistic("mean_abs", jnp.abs))
-    ... )
+    >>> compute = per_example.grad_statistics(lambda p, x: jnp.sum(x @ p), optimizer.needs)
     >>> stats, _ = compute(params, batch)
     >>> updates, state = optimizer.update(stats.mean, optimizer.init(params), params, statistics=stats)
     >>> print(jnp.round(updates, 3))  # -0.1 · (0.1 · [2, 1]) / (0.01 · [2, 2])
     [-1.  -0.5]
     """
-    needs = ("mean", *(n for n in needs if n != "mean"))
+    needs = union(("mean",), needs)
     mean_alone = needs == ("mean",)
-    scaling = {**SCALING, **(scaling or {})}
 
     def checked_init(params: Any) -> Any:
         if not mean_alone:
@@ -109,7 +106,9 @@ def from_statistics(
         else:
             refuse_multi_steps(name)
             check_statistics(name, needs, statistics)
-            seen = agreeing(name, statistics, updates, needs, scaling)
+            if isinstance(statistics.averages, _Recorder):
+                statistics.averages.declared += needs
+            seen = agreeing(name, statistics, updates, needs)
         with jax.named_scope(name):
             steps, state = update(seen, state, params)
         return jax.tree.map(lambda s, u: s.astype(jnp.result_type(u)), steps, updates), state
@@ -162,12 +161,13 @@ def inverse_batch_size(statistics: GradStatistics) -> jax.Array:
     return jnp.where(total > 0, statistics.mean_noise(), 1.0)
 
 
-class _Asked(dict):
-    """Averages that have every name, and remember which were asked for."""
+class _Recorder(dict):
+    """Averages that have every name, and remember which were read, and which were declared with what φ."""
 
     def __init__(self, mean: Any, other: Any):
         super().__init__(mean=mean)
         self._other = other
+        self.declared: tuple[str | Statistic, ...] = ()
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -177,8 +177,11 @@ class _Asked(dict):
         return self._other
 
 
-def needs_of(optimizer: Any, params: Any) -> tuple[str, ...]:
-    """The names of the statistics an optimizer reads, "mean" first; found by tracing, so through any of optax's wrappers.
+def needs_of(optimizer: Any, params: Any) -> tuple[str | Statistic, ...]:
+    """The statistics an optimizer reads, "mean" first; found by tracing, so through any of optax's wrappers.
+
+    As in `StatisticsTransformation.needs`: names of built-in statistics, and `Statistic` objects where `from_statistics` was
+    given them.
 
     Args:
       optimizer: an optax transformation, or a function that makes one from a `learning_rate`.
@@ -192,18 +195,19 @@ def needs_of(optimizer: Any, params: Any) -> tuple[str, ...]:
     ('mean',)
     """
     driven = drive_learning_rate(optimizer)
-    asked = []
+    needs: tuple[str | Statistic, ...] = ()
 
     def trace(params: Any) -> Any:
+        nonlocal needs
         mean, other = (jax.tree.map(lambda p: jnp.zeros(p.shape, _moment_dtype(p)), params) for _ in range(2))
-        averages, two = _Asked(mean, other), jnp.asarray(2.0)
+        averages, two = _Recorder(mean, other), jnp.asarray(2.0)
         statistics = GradStatistics(averages, two, two, two, two)
         result = driven.update(mean, driven.init(params), params, jnp.asarray(1.0), statistics=statistics)
-        asked.extend(averages)
+        needs = union(averages, averages.declared)
         return result
 
     jax.eval_shape(trace, params)
-    return tuple(asked)
+    return needs
 
 
 def logged(state: Any) -> dict[str, jax.Array]:

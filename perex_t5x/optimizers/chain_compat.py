@@ -10,7 +10,7 @@ other statistics. Two changes have one clear meaning for every example, and are 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,33 +19,29 @@ import optax
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.per_example.results import GradStatistics
-
-Scaling = Mapping[str, Callable[[jax.Array], jax.Array]]
-
-# φ(c·g) = SCALING[name](c) · φ(g)
-SCALING: Scaling = {"mean": lambda c: c, "mean_square": jnp.square, "mean_sign": jnp.sign}
+from perex_t5x.per_example.statistic import BUILT_IN, Statistic, name_of, names_of
 
 
 def agreeing(
-    optimizer: str, statistics: GradStatistics, updates: Any, needs: Sequence[str], scaling: Scaling
+    optimizer: str, statistics: GradStatistics, updates: Any, needs: Sequence[str | Statistic]
 ) -> GradStatistics:
-    """The statistics named in `needs`, masked and scaled like `updates`; `mean` is `updates` itself."""
-    averages = {name: _masked_like(optimizer, statistics[name], updates) for name in needs}
-    centered = {name: _masked_like(optimizer, tree, updates) for name, tree in (statistics.centered or {}).items()}
+    """The statistics in `needs`, masked and scaled like `updates`; `mean` is `updates` itself."""
+    averages = {name: _masked_like(optimizer, statistics[name], updates) for name in names_of(needs)}
     factor = common_factor(optimizer, updates, averages["mean"])
     if factor is not None:
-        unknown = [name for name in needs if name not in scaling]
-        if unknown:
-            raise ConfigError(
-                f"{optimizer}: something in front of it rescales the gradients by a factor c, and how {unknown[0]!r} then "
-                f"changes is unknown. Say so where it is made: from_statistics(..., scaling={{{unknown[0]!r}: lambda c: "
-                "...}), with φ(c·g) = scaling(c)·φ(g)."
-            )
-        averages = {name: _times(scaling[name](factor), tree) for name, tree in averages.items()}
-        centered = {name: _times({**SCALING, "shift": lambda c: c}[name](factor), t) for name, t in centered.items()}
+        for need in needs:
+            name = name_of(need)
+            scaling = getattr(BUILT_IN.get(name, need), "scaling", None)
+            if scaling is None:
+                raise ConfigError(
+                    f"{optimizer}: a transformation in front of it multiplies the gradients by a factor c, and how "
+                    f"{name!r} then changes is unknown. Declare it: Statistic({name!r}, fn, scaling=lambda c: ...), with "
+                    "φ(c·g) = scaling(c)·φ(g)."
+                )
+            averages[name] = _times(scaling(factor), averages[name])
     averages["mean"] = updates
     averages = {name: at_least_float32(tree) for name, tree in averages.items()}
-    return dataclasses.replace(statistics, averages=averages, centered=centered or None)
+    return dataclasses.replace(statistics, averages=averages)
 
 
 def at_least_float32(tree: Any) -> Any:

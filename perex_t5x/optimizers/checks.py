@@ -12,6 +12,7 @@ import optax
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.per_example.results import GradStatistics
+from perex_t5x.per_example.statistic import Statistic, names_of
 
 
 def check_number(
@@ -48,11 +49,12 @@ def check_choice(optimizer: str, name: str, value: Any, choices: Sequence[str]) 
         raise ConfigError(f"{optimizer}: {name} = {value!r} must be one of {', '.join(map(repr, choices))}.")
 
 
-def check_statistics(optimizer: str, needs: Sequence[str], statistics: Any) -> None:
+def check_statistics(optimizer: str, needs: Sequence[str | Statistic], statistics: Any) -> None:
     """Raises unless `statistics` is a `GradStatistics` that has what the optimizer needs."""
-    names = ", ".join(repr(name) for name in needs)
+    names = ", ".join(map(repr, names_of(needs)))
+    asked = "optimizer.needs" if any(isinstance(n, Statistic) for n in needs) else f"({names})"
     loop = (
-        f"    stats, _ = per_example.grad_statistics(loss_fn, ({names}))(params, batch)\n"
+        f"    stats, _ = per_example.grad_statistics(loss_fn, {asked})(params, batch)\n"
         "    updates, state = optimizer.update(stats.mean, state, params, statistics=stats)\n"
         "    params = optax.apply_updates(params, updates)"
     )
@@ -65,11 +67,11 @@ def check_statistics(optimizer: str, needs: Sequence[str], statistics: Any) -> N
             f"{optimizer}: statistics= is a {type(statistics).__name__}, not a per_example.GradStatistics. "
             f"A step is:\n{loop}"
         )
-    missing = [name for name in needs if name not in statistics.averages]
+    missing = [name for name in names_of(needs) if name not in statistics.averages]
     if missing:
         raise ConfigError(
             f"{optimizer} needs the statistics {names}; given were {', '.join(map(repr, statistics.averages))}. "
-            f"Compute them with per_example.grad_statistics(loss_fn, ({names}))."
+            f"Compute them with per_example.grad_statistics(loss_fn, {asked})."
         )
 
 

@@ -15,7 +15,7 @@ from perex_t5x.per_example.engine.arguments import Roles, parameter_filter
 from perex_t5x.per_example.engine.references import METHODS
 from perex_t5x.per_example.engine.request import Call, Inputs, Options
 from perex_t5x.per_example.results import GradStatistics, PerExample
-from perex_t5x.per_example.statistic import Statistic, as_statistics
+from perex_t5x.per_example.statistic import Statistic, canonical
 
 NON_FINITE = ("keep", "skip", "raise")
 REDUCTIONS = ("mean", "sum")
@@ -106,7 +106,7 @@ def grad_statistics(
     if isinstance(microbatch_size, str) and microbatch_size != "auto":
         raise ValueError(f"microbatch_size = {microbatch_size!r}: must be a whole number, None or 'auto'.")
     options = Options(
-        statistics=as_statistics(statistics),
+        statistics=canonical(statistics),
         method=method,
         roles=Roles.make(argnums, batch_argnums, rng_argnums),
         parameters=parameter_filter(parameters),

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from perex_t5x.per_example.statistic import Statistic, name_of
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,8 @@ class GradStatistics:
     group_noise: jax.Array | None = None
     centered: dict[str, Any] | None = None
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, statistic: str | Statistic) -> Any:
+        name = name_of(statistic)
         if name not in self.averages:
             raise KeyError(
                 f"no statistic {name!r} here; computed were {', '.join(self.averages)}. Name it in "

@@ -15,7 +15,9 @@ def _itself(g: jax.Array) -> jax.Array:
     return g
 
 
-_FACTORS = (_itself, jnp.square, jnp.sign)  # known to; no device is asked when this is imported
+# Known to keep their promises: importing this module must not initialise a backend, as the check on numbers would.
+_KNOWN = (_itself, jnp.square, jnp.sign)
+_FACTORS = (0.5, 3.0, -1.5)  # where a claimed `scaling` is checked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +29,11 @@ class Statistic:
       fn: φ, from an array to an array of the same shape and a floating dtype.
       factorable: claims φ(a·b) = φ(a)·φ(b). Then a dense layer without a sequence axis, g_i = s_i r_iᵀ, needs one matrix
         product: Σ φ(g_i) = φ(S)ᵀ φ(R). The claim is checked on numbers here.
+      scaling: how the average follows a common factor c of all gradients (clipping by the global norm, `optax.scale`):
+        φ(c·g) = scaling(c)·φ(g). Optimizers behind such a factor need it; NaN where there is no such factor, and None
+        where there is none at all. Checked on numbers, too.
 
-    >>> cube = Statistic("mean_cube", lambda g: g**3, factorable=True)
+    >>> cube = Statistic("mean_cube", lambda g: g**3, factorable=True, scaling=lambda c: c**3)
     >>> float(cube.fn(jnp.float32(2.0)))
     8.0
     """
@@ -36,6 +41,7 @@ class Statistic:
     name: str
     fn: Callable[[jax.Array], jax.Array]
     factorable: bool = False
+    scaling: Callable[[jax.Array], jax.Array] | None = None
 
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
@@ -52,34 +58,93 @@ class Statistic:
                 f"Statistic {self.name!r}: φ returns {out.dtype}; it must return a floating dtype, for instance with "
                 ".astype(g.dtype)."
             )
-        if self.factorable and self.fn not in _FACTORS:
-            a, b = (np.random.default_rng(seed).normal(size=64).astype(np.float32) for seed in (0, 1))
+        if self.fn not in _KNOWN:
+            with (
+                jax.ensure_compile_time_eval()
+            ):  # optimizers, and the statistics they declare, are also made under `jit`
+                self._check_claims()
+
+    def _check_claims(self) -> None:
+        a, b = (np.random.default_rng(seed).normal(size=64).astype(np.float32) for seed in (0, 1))
+        if self.factorable:
             whole, parts = np.asarray(self.fn(jnp.asarray(a * b))), np.asarray(self.fn(a) * self.fn(b))
-            if not np.allclose(whole, parts, rtol=1e-4, atol=1e-6, equal_nan=True):
-                worst = int(np.nanargmax(np.abs(whole - parts)))
+            if (worst := _worst_difference(whole, parts)) is not None:
                 raise ValueError(
                     f"Statistic {self.name!r} claims factorable=True, but φ(a·b) ≠ φ(a)·φ(b) at a = {a[worst]:.3g}, "
                     f"b = {b[worst]:.3g}: {whole[worst]:.3g} against {parts[worst]:.3g}. Leave factorable out."
                 )
+        for c in map(jnp.float32, _FACTORS if self.scaling is not None else ()):
+            factor = np.asarray(self.scaling(c))
+            whole, parts = np.asarray(self.fn(c * a)), factor * np.asarray(self.fn(jnp.asarray(a)))
+            if not np.isnan(factor) and (worst := _worst_difference(whole, parts)) is not None:
+                raise ValueError(
+                    f"Statistic {self.name!r}: scaling must give φ(c·g) = scaling(c)·φ(g), but at c = {c:.3g} and "
+                    f"g = {a[worst]:.3g} that is {whole[worst]:.3g} against {parts[worst]:.3g}. For |g|**p it is "
+                    "lambda c: abs(c)**p; leave it out where there is no such function."
+                )
+
+
+def _worst_difference(x: np.ndarray, y: np.ndarray) -> int | None:
+    """Where two arrays differ most, or None where they are equal up to rounding."""
+    if np.allclose(x, y, rtol=1e-4, atol=1e-6, equal_nan=True):
+        return None
+    return int(np.nanargmax(np.abs(x - y)))
 
 
 BUILT_IN = {
     s.name: s
     for s in (
-        Statistic("mean", _itself, factorable=True),
-        Statistic("mean_square", jnp.square, factorable=True),
-        Statistic("mean_sign", jnp.sign, factorable=True),
+        Statistic("mean", _itself, factorable=True, scaling=_itself),
+        Statistic("mean_square", jnp.square, factorable=True, scaling=jnp.square),
+        Statistic("mean_sign", jnp.sign, factorable=True, scaling=jnp.sign),
     )
 }
+
+
+def name_of(statistic: str | Statistic) -> str:
+    """The name of a statistic that is given by name or as an object."""
+    return statistic.name if isinstance(statistic, Statistic) else statistic
+
+
+def names_of(statistics: Iterable[str | Statistic]) -> tuple[str, ...]:
+    """The names of statistics, for `in` and `==`.
+
+    >>> names_of(("mean", Statistic("mean_abs", jnp.abs)))
+    ('mean', 'mean_abs')
+    """
+    return tuple(map(name_of, statistics))
+
+
+def union(*needs: Iterable[str | Statistic]) -> tuple[str | Statistic, ...]:
+    """What several readers need together: each name once, in the order of first mention; built-ins by name.
+
+    >>> mean_abs = Statistic("mean_abs", jnp.abs)
+    >>> names_of(union(("mean", mean_abs), ("mean", "mean_square", mean_abs)))
+    ('mean', 'mean_abs', 'mean_square')
+    """
+    together: dict[str, str | Statistic] = {}
+    for item in (item for several in needs for item in several):
+        name = name_of(item)
+        known = together.setdefault(name, name)
+        if isinstance(item, str) or item == BUILT_IN.get(name):
+            continue
+        if isinstance(known, Statistic) and known != item:
+            raise ValueError(
+                f"two different statistics are named {name!r}. Give them different names; or, where they are meant to be "
+                "the same, make the Statistic once, outside of the function that makes the optimizer."
+            )
+        together[name] = item
+    return tuple(together.values())
+
 
 SHIFTABLE = ("mean", "mean_square")  # what a shifted accumulator takes of g − shift
 
 
-def as_statistics(statistics: str | Statistic | Iterable[str | Statistic]) -> tuple[Statistic, ...]:
+def canonical(statistics: str | Statistic | Iterable[str | Statistic]) -> tuple[Statistic, ...]:
     """Accepts names and objects; returns objects with distinct names.
 
-    >>> [s.name for s in as_statistics(("mean", "mean_square"))]
-    ['mean', 'mean_square']
+    >>> names_of(canonical(("mean", "mean_square")))
+    ('mean', 'mean_square')
     """
     if isinstance(statistics, str | Statistic):
         statistics = (statistics,)
@@ -96,9 +161,9 @@ def as_statistics(statistics: str | Statistic | Iterable[str | Statistic]) -> tu
             item = BUILT_IN[item]
         if not isinstance(item, Statistic):
             raise TypeError(f"statistics must be names or per_example.Statistic objects, not {type(item).__name__}.")
-        if item.name in BUILT_IN and item is not BUILT_IN[item.name]:
-            raise ValueError(f"statistic {item.name!r} is a name of our own: give yours another.")
-        if item.name in [s.name for s in result]:
+        if item != BUILT_IN.get(item.name, item):
+            raise ValueError(f"statistic {item.name!r} is built in: choose another name for yours.")
+        if item.name in names_of(result):
             raise ValueError(f"statistic {item.name!r} is given twice.")
         result.append(item)
     if not result:

@@ -6,8 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from perex_t5x import optimizers
+from perex_t5x import optimizers, per_example
 from perex_t5x.errors import ConfigError
+from perex_t5x.per_example.statistic import names_of
 from tests.optimizers.optimizer_support import OPTIMIZERS, flat, statistics_of, tree_grads, tree_params
 
 MASK = {"dense": {"kernel": True, "bias": False}, "scale": True}
@@ -111,20 +112,46 @@ def test_updates_rounded_to_bfloat16_are_still_a_multiple():
 
 def test_a_statistic_of_ones_own_says_how_it_scales():
     def make(scaling):
+        mean_abs = per_example.Statistic("mean_abs", jnp.abs, scaling=scaling)
         return optimizers.from_statistics(
-            "mine", ("mean", "mean_abs"), lambda p: (), lambda s, state, p: (s["mean_abs"], state), scaling=scaling
+            "mine", ("mean", mean_abs), lambda p: (), lambda s, state, p: (s[mean_abs], state)
         )
 
     stats = statistics_of(tree_grads(), names=("mean", "mean_abs"))
     chain = lambda scaling: optax.chain(optax.scale(-0.5), make(scaling))  # noqa: E731
-    np.testing.assert_allclose(
-        flat(one_step(chain({"mean_abs": jnp.abs}), stats)), 0.5 * flat(stats["mean_abs"]), rtol=1e-5
-    )
-    with pytest.raises(ConfigError, match=r"mine: something in front .* how 'mean_abs' then changes is unknown"):
+    np.testing.assert_allclose(flat(one_step(chain(jnp.abs), stats)), 0.5 * flat(stats["mean_abs"]), rtol=1e-5)
+    with pytest.raises(ConfigError, match=r"mine: a transformation in front .* how 'mean_abs' then changes is unknown"):
         one_step(chain(None), stats)
     np.testing.assert_allclose(
         flat(one_step(make(None), stats)), flat(stats["mean_abs"])
     )  # nothing in front: not asked
+
+
+def abs_optimizer(learning_rate, statistic=None):
+    """Declares its statistic by itself, as optimizers are also made while tracing."""
+    statistic = statistic or per_example.Statistic("mean_abs", jnp.abs, scaling=jnp.abs)
+    direction = optimizers.from_statistics(
+        "mine", ("mean", statistic), lambda p: (), lambda s, state, p: (s[statistic], state)
+    )
+    return optimizers.descend(direction, learning_rate)
+
+
+@pytest.mark.parametrize("make", [abs_optimizer, abs_optimizer(1.0), optax.masked(abs_optimizer(1.0), True)])
+def test_a_statistic_of_ones_own_is_declared_once(make):
+    params, batch = jnp.zeros(2), jnp.array([[1.0, 3.0], [3.0, -1.0]])
+    wrapped = optax.chain(optax.scale(-0.5), make(1.0) if callable(make) else make)
+    needs = optimizers.needs_of(wrapped, params)
+    assert names_of(needs) == ("mean", "mean_abs") == names_of(optimizers.needs_of(make, params))
+    stats, _ = per_example.grad_statistics(lambda p, x: jnp.sum(x @ p), needs)(params, batch)
+    updates, _ = wrapped.update(stats.mean, wrapped.init(params), params, statistics=stats)
+    np.testing.assert_allclose(updates, [-1.0, -1.0])
+
+
+def test_two_statistics_of_one_name_are_refused():
+    other = per_example.Statistic("mean_abs", lambda g: 2 * jnp.abs(g), scaling=jnp.abs)
+    both = optax.chain(abs_optimizer(1.0), abs_optimizer(1.0, other))
+    with pytest.raises(ValueError, match="two different statistics are named 'mean_abs'"):
+        optimizers.needs_of(both, jnp.zeros(2))
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------

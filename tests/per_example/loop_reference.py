@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from perex_t5x import per_example
-from perex_t5x.per_example.statistic import as_statistics
+from perex_t5x.per_example.statistic import canonical
 
-STATISTICS = as_statistics(
+STATISTICS = canonical(
     [
         "mean",
         "mean_square",

@@ -112,6 +112,7 @@ def test_something_else_than_a_statistic():
         (lambda g: jnp.sign(g).astype(jnp.int32), {}, "φ returns int32"),
         (lambda g: g + 0j, {}, "φ returns complex64"),
         (jnp.tanh, {"factorable": True}, "claims factorable=True, but φ.* at a = "),
+        (jnp.abs, {"scaling": lambda c: c}, r"scaling must give φ\(c·g\) = scaling\(c\)·φ\(g\), but at c = -1.5"),
     ],
 )
 def test_functions_that_are_no_statistics(fn, options, message):

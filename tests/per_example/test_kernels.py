@@ -15,7 +15,7 @@ from perex_t5x.hardware.topology import has_libtpu, tpu_devices
 from perex_t5x.per_example.kernels import dispatch, tiles
 from perex_t5x.per_example.kernels.matmul import sums_of_products
 from perex_t5x.per_example.reductions.reducer import Reducer
-from perex_t5x.per_example.statistic import as_statistics
+from perex_t5x.per_example.statistic import canonical
 
 needs_libtpu = pytest.mark.skipif(not has_libtpu(), reason="libtpu is not installed (extra 'tpu')")
 SATURATED = per_example.Statistic("mean_saturated", lambda g: jnp.where(jnp.abs(g) > 1, jnp.sign(g), jnp.tanh(g) * g))
@@ -59,7 +59,7 @@ def test_kernel_is_a_loop_over_examples(name, dtype):
     n, length, rows, columns, tile = SHAPES[name]
     rng = np.random.default_rng(0)
     s, r = (np.asarray(jnp.asarray(rng.integers(-8, 8, (n, length, d)) / 8, dtype)) for d in (rows, columns))
-    statistics = as_statistics(STATISTICS)
+    statistics = canonical(STATISTICS)
     initial = [rng.normal(size=(rows, columns)).astype(np.float32) for _ in statistics]
     weights = np.array([0.5, 0.0, 2.0], np.float32)[:n] if n > 1 else None
     scales = np.array([0.25, 1.0, 0.75], np.float32)[:n]
@@ -90,7 +90,7 @@ def test_kernel_is_a_loop_over_examples(name, dtype):
 def test_kernel_leaves_out_examples_of_weight_zero():
     s, r = np.ones((2, 16, 128), np.float32), np.ones((2, 16, 128), np.float32)
     s[1] = np.nan
-    reducer = Reducer(as_statistics(("mean", "mean_square")), 2, None, None, norms=True)
+    reducer = Reducer(canonical(("mean", "mean_square")), 2, None, None, norms=True)
     (mean, square), squares = sums_of_products(
         jnp.asarray(s),
         jnp.asarray(r),
