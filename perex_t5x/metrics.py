@@ -16,22 +16,7 @@ import numpy as np
 from etils import epath
 
 from perex_t5x.errors import TrainingError
-
-# bf16 FLOP/s of one chip, from the vendors' data sheets.
-PEAK_FLOPS = {
-    "TPU v2": 22.5e12,  # a jax device is one of a chip's two cores
-    "TPU v3": 61.5e12,  # likewise
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-}
+from perex_t5x.hardware.chips import peak_flops
 
 
 class MetricSums:
@@ -94,7 +79,7 @@ def model_flops_utilization(
     >>> model_flops_utilization(197e12, 0.5, "TPU v5 lite", 1)
     {'timing/model_flops_utilization': 0.5}
     """
-    peak = PEAK_FLOPS.get(device_kind)
+    peak = peak_flops(device_kind)
     if peak is None:
         return {}
     return {"timing/model_flops_utilization": flops_per_step * steps_per_second / (peak * devices)}

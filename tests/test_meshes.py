@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from perex_t5x import gin_utils
-from perex_t5x.hardware import topology
+from perex_t5x.hardware.devices import has_libtpu, tpu_devices
+from perex_t5x.hardware.slices import canonical_topology, num_chips
 from perex_t5x.preflight import step
 from tests import tiny
 
@@ -22,7 +23,7 @@ GENERAL = {  # on 8 devices: mesh, and how an MLP's first kernel (embed, mlp) is
 }
 SHIPPED = {p.stem: p for p in sorted((Path(gin_utils.shipped_gin_dir()) / "meshes").glob("*.gin"))}
 PODS = [name for name in SHIPPED if name not in GENERAL]
-needs_libtpu = pytest.mark.skipif(not topology.has_libtpu(), reason="libtpu is not installed (extra 'tpu')")
+needs_libtpu = pytest.mark.skipif(not has_libtpu(), reason="libtpu is not installed (extra 'tpu')")
 
 
 def build(name, devices, *bindings):
@@ -69,7 +70,7 @@ def test_macros_change_the_mesh():
 def pod(name, *bindings):
     """The trainer of a tiny run on a pod, one example for each chip, and its batch."""
     step.parse_gin([*FILES, f"meshes/{name}.gin"], [*tiny.BINDINGS, *bindings])
-    devices = topology.tpu_devices(*step.topology_macro())
+    devices = tpu_devices(*step.topology_macro())
     return build(name, devices, f"BATCH_SIZE = {len(devices)}", *bindings)
 
 
@@ -78,9 +79,9 @@ def pod(name, *bindings):
 def test_pods(name):
     step.parse_gin([*FILES, f"meshes/{name}.gin"], tiny.BINDINGS)
     named, _ = step.topology_macro()
-    assert topology.canonical_topology(name.replace("_", "-")) == named  # the file is called what the cloud calls it
+    assert canonical_topology(name.replace("_", "-")) == named  # the file is called what the cloud calls it
     trainer, _ = pod(name)
-    chips = topology.num_chips(named)
+    chips = num_chips(named)
     assert f"{chips} chips" in SHIPPED[name].read_text()
     if name.endswith("_256"):  # each axis along one dimension of the torus
         assert tuple(trainer.partitioner.mesh.shape.values()) == (16, 16, 1)
@@ -101,7 +102,7 @@ def test_they_compile(name):
         trainer, spec = pod(name, *wide)
     else:
         slices = 2 if name == "multislice" else 1
-        devices = topology.tpu_devices({1: "v5e:2x4", 2: "v5e:2x2"}[slices], slices)
+        devices = tpu_devices({1: "v5e:2x4", 2: "v5e:2x2"}[slices], slices)
         trainer, spec = build(name, devices, "BATCH_SIZE = 8", *wide)
     found = step.report(step.compile_step(trainer, spec), trainer.partitioner.mesh)
     assert found.cycles > 0

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 
 from absl import logging as absl_logging
+
+from perex_t5x.hardware.devices import native_noise_hidden
 
 _PACKAGE = __name__.split(".")[0]
 
@@ -47,24 +46,6 @@ def set_up(everything: bool = False, quiet: bool = False) -> None:
     root.handlers = [handler]
     logging.getLogger("absl").handlers = []
     logging.getLogger("absl").propagate = True
-
-
-@contextlib.contextmanager
-def native_noise_hidden() -> Iterator[None]:
-    """Holds back what native libraries write to the stderr file descriptor; shown after all if the block fails."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            held.seek(0)
-            os.write(kept, held.read())
-            raise
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
 
 
 def import_tensorflow_quietly() -> None:

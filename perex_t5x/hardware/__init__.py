@@ -1,1 +1,1 @@
-"""What is known of TPUs, and devices that are not there."""
+"""Facts about TPUs, and devices to compile for without having them. Below every other package: standard library and JAX."""

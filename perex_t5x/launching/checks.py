@@ -34,7 +34,7 @@ def _python(request: Request, module: str, *arguments: str) -> list[str]:
 
 def check_gin(request: Request, commands: Commands) -> None:
     """Builds every distinct configuration on as many fake devices as the slices have, in a process of its own."""
-    devices = request.slice.chips * request.slices if request.slice else 1
+    devices = request.slice.devices * request.slices if request.slice else 1
     if commands.dry_run or request.skip_gin_check:
         return  # the check needs files that a dry run does not write
     say(f"checking the Gin files on {devices} fake device(s)")

@@ -28,9 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         jobs = Work.from_json(f.read()).jobs
     os.chdir(os.path.dirname(os.path.abspath(options.jobs)))
     console.set_up(quiet=True)
-    from perex_t5x.hardware import topology
+    from perex_t5x.hardware.devices import use_cpu_backend
 
-    topology.use_cpu_backend(options.devices)
+    use_cpu_backend(options.devices)
     console.import_tensorflow_quietly()
     slips = [slip for job in one_a_group(jobs) if (slip := _slip(job))]
     for slip in dict.fromkeys(slips):

@@ -10,7 +10,7 @@ from absl import flags
 
 from perex_t5x import cli
 from perex_t5x.errors import ConfigError
-from perex_t5x.hardware.accelerators import Slice
+from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching import bundle, names, spec
 from perex_t5x.launching.shell import Commands
 

@@ -106,9 +106,9 @@ def make(args: Any) -> Work:
       ConfigError: lists what is wrong.
     """
     from perex_t5x.experiments.sweep import command
-    from perex_t5x.hardware import topology
+    from perex_t5x.hardware.devices import use_cpu_backend
 
-    topology.use_cpu_backend()
+    use_cpu_backend()
     command.start(args)
     if not args.sweep and not args.gin_file:
         raise ConfigError(

@@ -20,7 +20,7 @@ _MODULES = {
     "compile_step": "preflight.step",
     "known_topologies": "hardware.slices",
     "report": "preflight.step",
-    "tpu_devices": "hardware.topology",
+    "tpu_devices": "hardware.devices",
 }
 
 __all__ = sorted(_MODULES)

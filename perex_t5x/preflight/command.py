@@ -11,7 +11,7 @@ from absl import app, flags
 from perex_t5x import cli, gin_utils
 from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.hardware import topology
+from perex_t5x.hardware.devices import use_cpu_backend
 
 
 def define_flags() -> None:
@@ -30,7 +30,7 @@ def start(args: Any) -> None:
     if args.devices is not None and args.devices < 1:
         raise ConfigError(f"--devices={args.devices}: must be at least 1.")
     console.set_up(everything=args.alsologtostderr)
-    topology.use_cpu_backend(args.devices)
+    use_cpu_backend(args.devices)
     console.import_tensorflow_quietly()
     from perex_t5x import train as train_script
 

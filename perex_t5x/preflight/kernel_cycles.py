@@ -29,7 +29,6 @@ from perex_t5x.preflight.kernel_text import Kernel, is_kernel, kernel_of
 _log = logging.getLogger(__name__)
 
 _FLAGS = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=^final_bundles"
-_ONE_CHIP = {"v4": "v4:2x2x1", "v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1"}
 _SECONDS = 900
 
 
@@ -80,7 +79,7 @@ def _compile_apart(kernels: Sequence[Kernel], chip: Chip) -> list[int]:
         dump = Path(folder, "dump")
         own = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
         environment = own | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} {_FLAGS}"}
-        command = [sys.executable, "-m", __name__, _ONE_CHIP[chip.name], str(wanted), str(dump), str(found)]
+        command = [sys.executable, "-m", __name__, chip.smallest_topology, str(wanted), str(dump), str(found)]
         child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False)
         if child.returncode != 0:
             raise ValueError((child.stderr.strip().splitlines() or ["the compiler ended without a word"])[-1])
@@ -102,7 +101,7 @@ def schedule_cycles(kernel: Kernel, text: str) -> int:
 def _main(topology: str, wanted: str, dump: str, found: str) -> None:
     import jax
 
-    from perex_t5x.hardware.topology import tpu_devices
+    from perex_t5x.hardware.devices import tpu_devices
 
     place = jax.sharding.SingleDeviceSharding(tpu_devices(topology)[0])
     results = []

@@ -34,7 +34,9 @@ from absl import flags
 
 from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError
-from perex_t5x.hardware import topology
+from perex_t5x.hardware.chips import CHIPS
+from perex_t5x.hardware.devices import tpu_devices, use_cpu_backend
+from perex_t5x.hardware.slices import known_topologies, num_chips
 
 PLAIN, VMAP, MICRO_GRAD, SURGERY, KERNELS = "plain", "vmap", "micro_grad", "surgery", "surgery + kernels"
 WAYS = (PLAIN, VMAP, MICRO_GRAD, SURGERY, KERNELS)
@@ -55,7 +57,11 @@ MODELS = {
         ],
     ),
 }
-CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+
+
+def topologies() -> dict[str, str]:
+    """Chip -> its slice of 4 chips."""
+    return {name: next(t for t in known_topologies(name) if num_chips(t) == 4) for name in CHIPS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +95,7 @@ def _rows_on(model: str, chip: str, mesh: str, ways: Sequence[str], compiler: An
     from perex_t5x.preflight import step
 
     files, bindings = MODELS[model]
-    devices = topology.tpu_devices(CHIPS[chip])
+    devices = tpu_devices(topologies()[chip])
     files = [*files, "runs/pretrain.gin", f"meshes/{mesh}.gin"]
     trainer, spec = step.build(files, [*bindings, f"BATCH_SIZE = {EXAMPLES_A_CHIP * len(devices)}"], devices)
     plain, sizes = None, (False, True)
@@ -239,7 +245,7 @@ def _chosen(flag: str, names: Sequence[str], known: Sequence[str]) -> list[str]:
 def _main(args: Any) -> None:
     models, chips = _chosen("models", args.models, list(MODELS)), _chosen("chips", args.chips, list(CHIPS))
     console.set_up()
-    topology.use_cpu_backend()
+    use_cpu_backend()
     console.import_tensorflow_quietly()
     from perex_t5x.cli import spinner
     from perex_t5x.preflight import kept, report_cache

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.hardware import topology
-from perex_t5x.hardware.chips import CHIPS, Chip
+from perex_t5x.hardware.chips import Chip
+from perex_t5x.hardware.devices import tpu_devices
+from perex_t5x.hardware.slices import canonical_topology, chip_of_topology, known_topologies, num_chips
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class Place:
     cpus: int = 0
 
     def devices(self) -> list[Any]:
-        return jax.devices("cpu")[: self.cpus] if self.cpus else topology.tpu_devices(self.topology, self.slices)
+        return jax.devices("cpu")[: self.cpus] if self.cpus else tpu_devices(self.topology, self.slices)
 
     @property
     def chip(self) -> Chip | None:
-        return CHIPS[self.topology.split(":")[0]] if self.topology else None
+        return chip_of_topology(self.topology) if self.topology else None
 
     def larger(self) -> Iterator[Place]:
         """The larger slices of the same chip, in order of size.
@@ -41,10 +42,8 @@ class Place:
         """
         if not self.topology:
             return
-        here, chip_name = topology.num_chips(self.topology), self.topology.split(":")[0]
-        same = [t for t in topology.known_topologies() if t.startswith(f"{chip_name}:")]
-        for name in sorted(same, key=topology.num_chips):
-            if topology.num_chips(name) > here:
+        for name in known_topologies(self.chip.name):
+            if num_chips(name) > num_chips(self.topology):
                 yield replace(self, topology=name)
 
     def __str__(self) -> str:
@@ -67,4 +66,4 @@ def find(args: Any, default: str | None, default_slices: int) -> Place:
             "nothing to compile for: give --topology=v5e:4x4, a mesh file with a TOPOLOGY such as meshes/v5e_16.gin, or "
             "--devices=8 for fake CPU devices."
         )
-    return Place(topology.canonical_topology(name), default_slices if args.slices is None else args.slices)
+    return Place(canonical_topology(name), default_slices if args.slices is None else args.slices)

@@ -22,9 +22,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from perex_t5x import gin_utils
-from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.hardware.chips import Chip, chip_of
+from perex_t5x.hardware.devices import native_noise_hidden
 from perex_t5x.preflight.hlo.program import Collective, Program
 from perex_t5x.preflight.kernel_cycles import kernel_cycles
 
@@ -147,7 +147,7 @@ def lower_step(trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruct])
 def compile_lowered(lowered: Any) -> Any:
     """Compiles it, quietly; raises `DoesNotFitError` with the compiler's account where it needs more than a chip has."""
     refusal = ""
-    with console.native_noise_hidden():
+    with native_noise_hidden():
         try:
             return lowered.compile()
         except jax.errors.JaxRuntimeError as e:

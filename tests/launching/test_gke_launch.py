@@ -559,7 +559,7 @@ def test_slips(cluster, argv, words):
 
 
 def test_the_confirmation_shows_what_runs_side_by_side(monkeypatch, tmp_path, capsys):
-    from perex_t5x.hardware.accelerators import Slice
+    from perex_t5x.hardware.slices import Slice
     from perex_t5x.launching import checks, estimate, spec
     from perex_t5x.launching.gke import command, options
     from perex_t5x.launching.gke.cluster import Cluster

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.hardware.accelerators import Slice
+from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching import bundle, checks
 from perex_t5x.launching.estimate import Estimate
 from perex_t5x.launching.request import Request
@@ -112,7 +112,7 @@ def test_the_summary(tmp_path):
 
 @pytest.mark.slow
 def test_the_real_preflight(tmp_path, monkeypatch):
-    from perex_t5x.hardware.topology import has_libtpu
+    from perex_t5x.hardware.devices import has_libtpu
 
     if not has_libtpu():
         pytest.skip("needs libtpu")

@@ -6,7 +6,7 @@ from types import SimpleNamespace as Namespace
 
 import pytest
 
-from perex_t5x.hardware.accelerators import Slice
+from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching.gcloud import quota, resource, steps
 from perex_t5x.launching.shell import Commands
 from tests.launching.gcloud_support import Cloud, created, finished, killed_workers, scenario, there

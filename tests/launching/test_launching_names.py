@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.hardware.accelerators import Slice
+from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching import names
 
 HOSTILE = [
@@ -72,7 +72,7 @@ def test_slices(name, chips, hosts, accelerator, machine):
         machine,
     )
     assert found.gcloud_flags() == [f"--accelerator-type={accelerator}"]
-    assert found.hosts * found.chips_a_host == found.chips
+    assert found.hosts * found.chips_per_host == found.chips
 
 
 def test_unknown_chips():

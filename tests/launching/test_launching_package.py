@@ -10,7 +10,7 @@ from absl import flags
 
 from perex_t5x import gin_utils
 from perex_t5x.errors import ConfigError
-from perex_t5x.hardware.accelerators import Slice
+from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching import bundle, gin_files, request
 from perex_t5x.launching.estimate import estimate
 from perex_t5x.launching.shell import Commands

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from perex_t5x import per_example
-from perex_t5x.hardware.topology import has_libtpu, tpu_devices
+from perex_t5x.hardware.devices import has_libtpu, tpu_devices
 from perex_t5x.per_example.kernels import dispatch, tiles
 from perex_t5x.per_example.kernels.matmul import sums_of_products
 from perex_t5x.per_example.reductions.reducer import Reducer

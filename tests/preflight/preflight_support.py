@@ -8,7 +8,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from perex_t5x.hardware.topology import has_libtpu, tpu_devices
+from perex_t5x.hardware.devices import has_libtpu, tpu_devices
 
 REPLICATED = P()
 AXES = ("replica", "data", "model")

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from perex_t5x.hardware.chips import CHIPS
-from perex_t5x.hardware.topology import tpu_devices
+from perex_t5x.hardware.devices import tpu_devices
 from perex_t5x.preflight.hlo import groups as replica_groups
 from perex_t5x.preflight.hlo.program import Program
 from tests.preflight.preflight_support import (

@@ -1,12 +1,14 @@
 """Cycles of Pallas kernels: read from schedules of known content, and of kernels that the TPU compiler has scheduled."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from perex_t5x.hardware import topology
 from perex_t5x.hardware.chips import chip
+from perex_t5x.hardware.devices import tpu_devices
 from perex_t5x.per_example.kernels import matmul, tiles
 from perex_t5x.preflight import bundles, kernel_cycles, step
 from perex_t5x.preflight.hlo.program import Program
@@ -87,10 +89,10 @@ def plain_sum(kind):
 @pytest.mark.parametrize("name", ["v5e", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v5p", "v6e"))])
 def test_a_product_written_both_ways(name, tmp_path):
     """docs/preflight.md states the factor."""
-    topology_name = {"v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1"}[name]
+    topology_name = chip(name).smallest_topology
     shapes = (8, 1024, 1024), (8, 1024, 2048)
     by_xla = compile_on_one_chip(lambda s, r: jnp.einsum("nti,ntj->ij", s, r), *shapes, topology=topology_name)
-    by_kernel = compile_on_one_chip(plain_sum(chip(name).device_kind), *shapes, topology=topology_name)
+    by_kernel = compile_on_one_chip(plain_sum(chip(name).device_kinds[0]), *shapes, topology=topology_name)
     program = Program(by_kernel.as_text())
     counted = kernel_cycles.kernel_cycles(program, chip(name), tmp_path)
     assert list(counted) == [e.instruction.name for e in program.unestimated()] and len(counted) == 1
@@ -104,7 +106,7 @@ def test_a_product_written_both_ways(name, tmp_path):
 
 
 @needs_libtpu
-def test_a_kernel_is_read_from_the_program(monkeypatch):
+def test_a_kernel_is_read_from_the_program():
     def double(x_ref, y_ref):
         y_ref[...] = x_ref[...] * 2
 
@@ -120,8 +122,8 @@ def test_a_kernel_is_read_from_the_program(monkeypatch):
     assert (kernel.aliases, kernel.flops, kernel.bytes) == (((0, 0),), 7, 11)
     assert Kernel.from_json(kernel.to_json()) == kernel
     # What cannot be compiled apart is not counted, and is said not to be.
-    monkeypatch.setattr(kernel_cycles, "_ONE_CHIP", {"v5e": "v5e:9x9"})
-    assert kernel_cycles.kernel_cycles(program, chip("v5e")) == {}
+    impossible = dataclasses.replace(chip("v5e"), shapes=("9x9",))
+    assert kernel_cycles.kernel_cycles(program, impossible) == {}
     assert [e.instruction.name for e in program.unestimated()] == [instruction.name]
 
 
@@ -147,9 +149,7 @@ def test_kernels_are_in_the_step_that_preflight_compiles(on):
 
     files = ["models/tiny.gin", "runs/pretrain.gin", "optimizers/micro_adam.gin", "meshes/dp.gin"]
     bindings = [b for b in tiny.BINDINGS if "TASK" not in b and "T5Config" not in b and "BATCH_SIZE" not in b]
-    trainer, spec = step.build(
-        files, [*bindings, *SIZES, f"trainer.Trainer.kernels = {on}"], topology.tpu_devices("v5e:2x2")
-    )
+    trainer, spec = step.build(files, [*bindings, *SIZES, f"trainer.Trainer.kernels = {on}"], tpu_devices("v5e:2x2"))
     assert jax.default_backend() == "cpu"
     text = step.compile_step(trainer, spec).as_text()
     assert (matmul.NAME in text) == on

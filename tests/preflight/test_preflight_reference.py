@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from perex_t5x import per_example
-from perex_t5x.hardware import topology
+from perex_t5x.hardware.devices import tpu_devices
 from perex_t5x.preflight import kept, report_cache
 from tests.preflight.preflight_support import needs_libtpu
 
@@ -96,7 +96,7 @@ def decoder(layers, scanned, style):
 def report(layers, scanned, way, style="joined"):
     """Of one program on 16 chips. The results are each chip's own: outputs, and not temporaries of a collective."""
     loss, params = decoder(layers, scanned, style)
-    mesh = jax.sharding.Mesh(topology.tpu_devices("v5e:4x4"), ("data",))
+    mesh = jax.sharding.Mesh(tpu_devices("v5e:4x4"), ("data",))
 
     def gradients(params, ids):
         if way == "plain":

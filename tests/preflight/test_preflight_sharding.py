@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from perex_t5x.hardware import topology
+from perex_t5x.hardware.devices import tpu_devices
 from perex_t5x.preflight import step
 from tests import tiny
 from tests.preflight.preflight_support import needs_libtpu
@@ -32,7 +32,7 @@ SMALL = 64 * 1024  # bytes: norms' scales, counts, losses
 @functools.cache
 def compiled(mesh, chips, microbatches, optimizer="micro_adam_msq", examples=2):
     """(trainer, report) of the step with `examples` a chip and microbatch."""
-    devices = topology.tpu_devices(chips)
+    devices = tpu_devices(chips)
     batch = examples * microbatches * len(devices)
     trainer, spec = step.build(
         ["models/tiny.gin", "runs/pretrain.gin", f"optimizers/{optimizer}.gin", f"meshes/{mesh}.gin"],
@@ -120,7 +120,7 @@ def test_weak_scaling_of_fsdp(mesh):
 
 @functools.cache
 def wide(mesh, chips):
-    devices = topology.tpu_devices(chips)
+    devices = tpu_devices(chips)
     trainer, spec = step.build(
         ["models/1_2b.gin", "runs/pretrain.gin", "optimizers/micro_adam_msq.gin", f"meshes/{mesh}.gin"],
         [

@@ -5,7 +5,7 @@ import jax
 import pytest
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.hardware import topology
+from perex_t5x.hardware.devices import tpu_devices
 from perex_t5x.preflight import step
 from tests import tiny
 from tests.preflight.preflight_support import needs_libtpu
@@ -47,7 +47,7 @@ def test_shapes_are_those_of_the_feed():
 
 @needs_libtpu
 def test_the_step_on_a_slice():
-    trainer, spec = build(topology.tpu_devices("v5e:2x2"), "trainer.Trainer.num_microbatches = 2")
+    trainer, spec = build(tpu_devices("v5e:2x2"), "trainer.Trainer.num_microbatches = 2")
     found = step.report(step.compile_step(trainer, spec), trainer.partitioner.mesh)
     assert found.cycles > 0
     assert found.chip.name == "v5e"
@@ -57,9 +57,7 @@ def test_the_step_on_a_slice():
 
 @needs_libtpu
 def test_what_does_not_fit():
-    trainer, spec = build(
-        topology.tpu_devices("v5e:1x1"), "models.T5Config.emb_dim = 65536", "models.T5Config.mlp_dim = 65536"
-    )
+    trainer, spec = build(tpu_devices("v5e:1x1"), "models.T5Config.emb_dim = 65536", "models.T5Config.mlp_dim = 65536")
     with pytest.raises(ConfigError, match="does not fit on this topology: .*HBM.*num_microbatches"):
         step.compile_step(trainer, spec)
 

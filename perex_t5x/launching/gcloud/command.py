@@ -64,7 +64,10 @@ def _main(args: Any, words: list[str]) -> int:
     if args.reserved and (args.spot or args.reservation):
         raise ConfigError("--reserved excludes --spot and --reservation.")
     resource.check_create_flags(args.create_flag)
-    request = Request.from_flags(args, with_work=command in _WITH_WORK).in_bucket().located(commands)
+    request = Request.from_flags(args, with_work=command in _WITH_WORK)
+    if request.slice is not None:
+        request.slice.check_tpu_api()
+    request = request.in_bucket().located(commands)
     target = Resource(request.name, request.project, request.zone, request.slices, args.internal_ip)
     options = Options(
         args.out or os.path.join("launches", request.name),

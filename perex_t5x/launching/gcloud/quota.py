@@ -9,34 +9,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from perex_t5x.hardware.accelerators import Slice
 from perex_t5x.launching.checks import say
 from perex_t5x.launching.request import Request
 from perex_t5x.launching.shell import Commands
-
-# On demand, and spot.
-_IDS = {
-    "v4": ("TPUV4sPod", "TPUV4sPreemptiblePod"),
-    "v5e": ("TPUV5sLitepod", "TPUV5sPreemptibleLitepod"),
-    "v5p": ("TPUV5P", "TPUV5PPreemptible"),
-    "v6e": ("TPUV6E", "TPUV6EPreemptible"),
-}
-
-
-def quota_id(kind: Slice, spot: bool) -> str:
-    """
-    >>> quota_id(Slice.of("v5e-256"), spot=True), quota_id(Slice.of("v5e-8"), spot=False)
-    ('TPUV5sPreemptibleLitepodPerProjectPerZoneForTPUAPI', 'TPUV5sLitepodServingPerProjectPerZoneForTPUAPI')
-    """
-    serving = "Serving" if kind.chip == "v5e" and kind.chips <= 8 else ""  # slices of one host
-    return f"{_IDS[kind.chip][spot]}{serving}PerProjectPerZoneForTPUAPI"
 
 
 def look(request: Request, commands: Commands) -> None:
     """Says where the quota is too small, and where it cannot be looked at. Reserved slices are not counted in it."""
     if request.reservation or request.reserved:
         return
-    name = quota_id(request.slice, request.spot)
+    name = request.slice.quota_id(request.spot)
+    if name is None:
+        return
     argv = ["gcloud", "beta", "quotas", "info", "describe", name, "--service=tpu.googleapis.com"]
     done = commands.run([*argv, f"--project={request.project}", "--format=json", "--quiet"], check=False, timeout=60)
     if commands.dry_run:

@@ -82,7 +82,7 @@ def planned(request: Request, args: Any) -> list[Planned]:
     count = args.jobsets
     if not 1 <= count <= len(work.jobs):
         raise ConfigError(f"--jobsets={count}: from 1 to {len(work.jobs)}, the number of runs.")
-    chips_per_host = args.chips_per_host or slice_.chips_a_host
+    chips_per_host = args.chips_per_host or slice_.chips_per_host
     if chips_per_host < 1 or slice_.chips % chips_per_host:
         raise ConfigError(f"--chips_per_host={chips_per_host}: {slice_.topology} has {slice_.chips} chips.")
     if not math.isfinite(args.ttl_hours):

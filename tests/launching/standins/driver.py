@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-from perex_t5x.hardware.accelerators import Slice
+from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching import bundle, checks, program
 from perex_t5x.launching.gcloud import command, session
 from perex_t5x.launching.gcloud.resource import Resource
