@@ -1,9 +1,9 @@
 # Sourced by the other scripts: makes $root/.venv and installs the package into it under constraints.txt.
 #
-#   setup_venv EXTRAS      e.g. setup_venv "" or setup_venv dev
+#   setup_venv EXTRAS      e.g. setup_venv train or setup_venv dev
 #
 # .venv/.ready holds a fingerprint of what was installed and is written last, so a half-made environment is noticed;
-# one that no longer works is made anew.
+# one that no longer works is made again.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
@@ -41,7 +41,7 @@ setup_venv() {
     return
   fi
   if [ -d "$venv" ] && { [ ! -f "$ready" ] || ! venv_works; }; then
-    echo "The environment in $venv is incomplete or broken: making it anew."
+    echo "The environment in $venv is incomplete or broken: making it again."
     rm -rf "$venv"
   fi
   if [ ! -d "$venv" ]; then
@@ -58,6 +58,6 @@ setup_venv() {
   # Extras installed earlier still count, but not if what they mean has changed since.
   local earlier=""
   [ -f "$ready" ] && [ "$(head -n 1 "$ready")" = "$wanted" ] && earlier=$(tail -n +2 "$ready")
-  { echo "$wanted"; printf '%s\n' "extra:" "extra:$extra" $earlier | sort -u; } > "$ready.new"
+  { echo "$wanted"; printf '%s\n' "extra:train" "extra:$extra" $earlier | sort -u; } > "$ready.new"
   mv "$ready.new" "$ready"
 }
