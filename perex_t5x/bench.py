@@ -10,7 +10,7 @@ the examples' gradients the bare loop takes the plain gradient and `optax.adamw`
 
 from __future__ import annotations
 
-import io
+import functools
 import json
 import resource
 import statistics
@@ -25,6 +25,7 @@ import optax
 
 from perex_t5x import loop
 from perex_t5x.checkpoints import Checkpointer
+from perex_t5x.cli.progress import Progress
 from perex_t5x.data.feed import make_feed
 from perex_t5x.metrics import MetricsWriter, model_flops_utilization
 from perex_t5x.partitioning import PjitPartitioner
@@ -128,7 +129,7 @@ def _framework_rounds(trainer: Trainer, step_fn: Any, feed: Any, state: TrainSta
                 run_info={},
                 profile_steps=None,
                 model_dir=folder,
-                progress_stream=io.StringIO(),
+                progress=functools.partial(Progress, enabled=False),
             )
             begun = time.monotonic()
             state = jax.block_until_ready(run(state))

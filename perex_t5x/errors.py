@@ -17,6 +17,19 @@ class TrainingError(RuntimeError):
     """A run that cannot go on (non-finite loss, full disk); the message says what is saved."""
 
 
+class DivergedError(TrainingError):
+    """The loss or the parameters are not finite: the configuration's doing, so that another try would end alike.
+
+    Attributes:
+      step: at which it was seen.
+      finding: what was seen, in short: 'the loss is nan'.
+    """
+
+    def __init__(self, message: str, step: int, finding: str):
+        super().__init__(message)
+        self.step, self.finding = step, finding
+
+
 def did_you_mean(name: str, known: Iterable[str], *, count: int = 1) -> str:
     """Returns " Did you mean 'x'?" for the known names nearest to `name`, or "" if none is near.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -38,9 +38,10 @@ class TrainEvaluator:
     """Evaluates every task of a dataset configuration on its first `eval_steps` batches.
 
     The batches are the same at every evaluation. `eval_steps` None or -1: the whole split, each example once.
+    `keep_batches`: they stay on the devices, read once, and several threads may evaluate at a time.
     """
 
-    def __init__(self, trainer: Trainer, config: DatasetConfig, eval_steps: int | None):
+    def __init__(self, trainer: Trainer, config: DatasetConfig, eval_steps: int | None, keep_batches: bool = False):
         check(trainer.partitioner, trainer.model, config, eval_steps)
         self._trainer = trainer
         self._steps = None if eval_steps in (None, -1) else eval_steps
@@ -55,6 +56,11 @@ class TrainEvaluator:
             for name in task_names(config)
         }
         self._compiled: Future[Any] | None = None
+        self._kept = {name: list(self._batches(name)) for name in self.feeds} if keep_batches else None
+
+    def _batches(self, name: str) -> Iterable[Any]:
+        feed, sharding = self.feeds[name], self._trainer.partitioner.data_sharding
+        return feed.epoch({feature: sharding for feature in feed.element_spec}, self._steps)
 
     def compile(self, executor: Executor, params_shapes: Any, params_shardings: Any) -> None:
         """Starts compiling in the background."""
@@ -65,11 +71,10 @@ class TrainEvaluator:
         """Returns {'training_eval/<task>': metrics}."""
         del step
         eval_step = self._compiled.result()
-        sharding = self._trainer.partitioner.data_sharding
         results: dict[str, dict[str, float]] = {}
-        for name, feed in self.feeds.items():
-            shardings = {feature: sharding for feature in feed.element_spec}
-            outputs = [eval_step(params, batch) for batch in feed.epoch(shardings, self._steps)]
+        for name in self.feeds:
+            batches = self._batches(name) if self._kept is None else self._kept[name]
+            outputs = [eval_step(params, batch) for batch in batches]
             results[f"training_eval/{name}"] = summarize(jax.device_get(outputs))
         return results
 

@@ -1,7 +1,12 @@
-"""The training loop: dispatch step t, then read the metrics of step t−1, so the device never waits for the host."""
+"""The training loop: dispatch step t, then read the metrics of step t−1, so the device never waits for the host.
+
+It knows no configuration: `perex_t5x.train` gives it compiled programs, a feed, a writer and a checkpointer. Runs of a sweep
+that share a process (`perex_t5x.experiments.sweep.in_process`) have a loop each, and one step for all of them.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
@@ -9,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, Protocol, TextIO
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +25,10 @@ from perex_t5x import distributed
 from perex_t5x.checkpoints import Checkpointer
 from perex_t5x.cli.progress import Progress
 from perex_t5x.data.device_batches import prefetch
-from perex_t5x.errors import TrainingError
-from perex_t5x.evaluation import TrainEvaluator
+from perex_t5x.errors import DivergedError
 from perex_t5x.metrics import MetricSums, MetricsWriter, model_flops_utilization
 from perex_t5x.monitoring import shown
 from perex_t5x.trainer import Trainer, TrainState
-from perex_t5x.utils import DatasetConfig
 
 
 class Evaluator(Protocol):
@@ -34,46 +38,28 @@ class Evaluator(Protocol):
     def evaluate(self, step: int, params: Any) -> Mapping[str, Mapping[str, float]]: ...
 
 
-def make_evaluators(
-    trainer: Trainer,
-    train_eval: DatasetConfig | None,
-    infer_eval: DatasetConfig | None,
-    inference_evaluator_cls: Callable[..., Any] | None,
-    eval_steps: int | None,
-    model_dir: str,
-) -> list[Evaluator]:
-    """Teacher-forced and decoding evaluation, whichever is configured."""
-    evaluators: list[Evaluator] = []
-    if train_eval is not None:
-        evaluators.append(TrainEvaluator(trainer, train_eval, eval_steps))
-    if infer_eval is not None:
-        from perex_t5x.inference_evaluation import InferenceEvaluator
-
-        log_dir = os.path.join(model_dir, "inference_eval")
-        evaluators.append(
-            InferenceEvaluator(trainer.model, trainer.partitioner, infer_eval, inference_evaluator_cls, log_dir)
-        )
-    return evaluators
-
-
 class Interrupts:
     """Ctrl-C or SIGTERM asks the loop to save and stop; a second one stops at once.
 
     Several processes stop at the same step, whichever of them was asked.
+
+    Args:
+      asked: set by whoever else wants the loop to stop, where signals are someone else's; None: signals alone.
     """
 
-    def __init__(self) -> None:
-        self.signal: int | None = None
+    def __init__(self, asked: threading.Event | None = None) -> None:
+        self._asked = asked or threading.Event()
+        self._handles_signals = asked is None and threading.current_thread() is threading.main_thread()
         self._former: dict[int, Any] = {}
         group = distributed.group()
         self._stopping = None if group is None else group.stopping
 
     def stop_here(self) -> bool:
         """Whether to save and stop now. All processes ask at the same places, and get the same answer."""
-        return self.signal is not None if self._stopping is None else not self._stopping.passes()
+        return self._asked.is_set() if self._stopping is None else not self._stopping.passes()
 
     def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():
+        if self._handles_signals:
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._former[number] = signal.signal(number, self._note)
         return self
@@ -83,22 +69,46 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: Any) -> None:
-        if self.signal is not None:
+        if self._asked.is_set():
             raise KeyboardInterrupt("stopped at once, without saving")
-        self.signal = number
+        self._asked.set()
         if self._stopping is not None:
             self._stopping.requested = True
-        logging.info("asked to stop: saving a checkpoint after this step (once more stops at once)")
+        logging.info("asked to stop: saving a checkpoint after this step (a second signal stops at once)")
+
+
+@jax.jit
+def _all_finite(tree: Any) -> jax.Array:
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
 
 
 class Loop:
-    """Runs a compiled step to `last_step`, logging, evaluating and saving on the way."""
+    """Runs a compiled step to `last_step`, logging, evaluating and saving on the way.
+
+    Args:
+      trainer: of the step; says what is monitored, and where batches go.
+      step_fn: (state, batch) -> (state, metrics), or with `learning_rates` (state, batch, learning_rate) -> the same.
+      feed: gives the batch of each step.
+      evaluators: run every `eval_period` steps and at the end.
+      checkpointer: says when to save, and saves.
+      writer: of the metrics.
+      last_step: where to stop, counted from the start of training.
+      stats_period: steps between log lines.
+      run_info: what a checkpoint keeps of the run beside its state.
+      profile_steps: (first, last) steps to trace; None: none.
+      model_dir: the run's folder.
+      monitor_fn: compiled `Trainer.monitor_step`; None without a monitor.
+      learning_rates: the rate of every step, from step 0, given to the step as data, so that runs can share it; None: the
+        step has a schedule of its own.
+      progress: makes what shows the progress, from (first step, last step).
+      stop: asks the loop from another thread to save and stop; None: Ctrl-C and SIGTERM do.
+    """
 
     def __init__(
         self,
         *,
         trainer: Trainer,
-        step_fn: Callable[[TrainState, Any], tuple[TrainState, Any]],
+        step_fn: Callable[..., tuple[TrainState, Any]],
         feed: Any,
         evaluators: Sequence[Evaluator],
         checkpointer: Checkpointer,
@@ -109,18 +119,18 @@ class Loop:
         run_info: Mapping[str, Any],
         profile_steps: tuple[int, int] | None,
         model_dir: str,
-        progress_stream: TextIO | None = None,
         monitor_fn: Callable[[TrainState, Any], tuple[Any, Any]] | None = None,
+        learning_rates: Sequence[float] | None = None,
+        progress: Callable[[int, int], AbstractContextManager[Any]] | None = None,
+        stop: threading.Event | None = None,
     ):
-        self._progress_stream = progress_stream
-        self._monitor_fn = monitor_fn
         self._trainer, self._step_fn, self._feed = trainer, step_fn, feed
         self._evaluators, self._checkpointer, self._writer = evaluators, checkpointer, writer
         self._last_step, self._eval_period, self._stats_period = last_step, eval_period, stats_period
         self._run_info, self._profile_steps, self._model_dir = run_info, profile_steps, model_dir
-        self._all_finite = jax.jit(
-            lambda tree: jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
-        )
+        self._monitor_fn, self._learning_rates = monitor_fn, learning_rates
+        self._make_progress = progress or functools.partial(Progress, enabled=distributed.is_writer())
+        self._stop = stop
         self._sums = MetricSums()
         self._clock = _Stopwatch()
         self._pending: tuple[int, Any] | None = None
@@ -136,11 +146,10 @@ class Loop:
             return state
         sharding = self._trainer.partitioner.data_sharding
         shardings = {name: sharding for name in self._feed.element_spec}
-        show = Progress(step, self._last_step, enabled=distributed.is_writer(), stream=self._progress_stream)
         batches = prefetch(self._feed, step, shardings)
         self._clock.start()
         try:
-            with show as self._progress, Interrupts() as interrupts:
+            with self._make_progress(step, self._last_step) as self._progress, Interrupts(self._stop) as interrupts:
                 first = step
                 while step < self._last_step:
                     # A stream may fill its buffers before the first batch.
@@ -149,7 +158,8 @@ class Loop:
                     distributed.doing(f"making step {step + 1}", patient=step == first)
                     self._profile(step)
                     measured = self._measure(step + 1, state, batch)  # the step takes the state's buffers
-                    state, metrics = self._step_fn(state, batch)
+                    rate = () if self._learning_rates is None else (self._learning_rates[step],)
+                    state, metrics = self._step_fn(state, batch, *rate)
                     if measured is not None:
                         state = state.replace(monitor=measured[0])
                         metrics = {**metrics, "measured": measured[1]}
@@ -187,8 +197,6 @@ class Loop:
         finally:
             self._writer.close()
 
-    _monitor_fn: Callable[[TrainState, Any], tuple[Any, Any]] | None = None
-
     def _measure(self, step: int, state: TrainState, batch: Any) -> tuple[Any, Any] | None:
         """The monitor's averages and values at its steps; None between."""
         if self._monitor_fn is None or not self._trainer.monitor.is_due(step):
@@ -210,14 +218,20 @@ class Loop:
                 self._evaluate(step, state.params)
 
     def _save(self, step: int, state: TrainState, last: bool) -> None:
-        """Saves if it is due; never parameters that are not finite (the loss of a step is that before its update)."""
-        if not self._checkpointer.is_due(step, last):
+        """Saves if it is due. Parameters that are not finite are neither saved nor a run's result.
+
+        The loss of a step is that before its update, so it does not tell.
+        """
+        is_due = self._checkpointer.is_due(step, last)
+        if not is_due and step < self._last_step:
             return
         distributed.doing(f"saving checkpoint_{step}", patient=True)
-        if not self._all_finite(state.params):
-            raise TrainingError(f"the parameters after step {step} are not finite: {self._advice()}")
-        run = {**self._run_info, "data": self._feed.position(step)}
-        self._checkpointer.save(state, run, self._feed if self._feed.has_state else None)
+        if not _all_finite(state.params):
+            message = f"the parameters after step {step} are not finite: {self._advice()}"
+            raise DivergedError(message, step, "the parameters are not finite")
+        if is_due:
+            run = {**self._run_info, "data": self._feed.position(step)}
+            self._checkpointer.save(state, run, self._feed if self._feed.has_state else None)
 
     def _advice(self) -> str:
         newest = self._checkpointer.latest_step()
@@ -247,7 +261,8 @@ class Loop:
             (metrics["objective"], metrics["sums"], metrics["scalars"], metrics.get("measured", {}))
         )
         if not math.isfinite(objective):
-            raise TrainingError(f"the loss of step {step} is {objective}: {self._advice()}")
+            message = f"the loss of step {step} is {objective}: {self._advice()}"
+            raise DivergedError(message, step, f"the loss is {objective}")
         self._sums.add(sums, objective)
         self._latest["loss"] = float(sums["loss"] / max(sums["tokens"], 1.0))
         self._latest |= shown(measured)

@@ -16,10 +16,12 @@ if __name__ == "__main__":
 
     cli.run("perex_t5x.train.train", __doc__)
 
+import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import types
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -27,7 +29,7 @@ from absl import logging
 
 from perex_t5x import checkpoints, distributed, evaluation, gin_utils, loop, run_dir
 from perex_t5x.data import lookup
-from perex_t5x.data.feed import batch_spec, make_feed
+from perex_t5x.data.feed import Feed, batch_spec, make_feed
 from perex_t5x.distributed import folder
 from perex_t5x.errors import ConfigError
 from perex_t5x.metrics import MetricsWriter
@@ -83,112 +85,221 @@ def train(
       profile_steps: (first, last) steps to write a profiler trace of.
       dry_run: stop after all checks, before the first compile.
     """
-    started = time.monotonic()
-    if not isinstance(model_dir, str) or not model_dir:
-        raise ConfigError(f"MODEL_DIR = {model_dir!r}: give a path, as a string: --gin.MODEL_DIR=\"'runs/first'\".")
-    model_dir = os.path.expanduser(model_dir)
-    _check(total_steps, relative_steps, eval_period, stats_period, use_hardware_rng)
-    trainer = trainer_cls(model=model, partitioner=partitioner)
-    trainer.check_batch_size(train_dataset_cfg.batch_size)
-    partitioner.check_model(model.sharded_dimensions())
-    logging.info("%s", partitioner.describe_batch(train_dataset_cfg.batch_size))
-
-    spec = batch_spec(train_dataset_cfg, model.FEATURE_CONVERTER_CLS())
-    lookup.check_vocabulary(train_dataset_cfg.mixture_or_task_name, model)
-    if train_eval_dataset_cfg is not None:
-        evaluation.check(partitioner, model, train_eval_dataset_cfg, eval_steps)
-    if infer_eval_dataset_cfg is not None:
-        lookup.check_evaluation(infer_eval_dataset_cfg, model.FEATURE_CONVERTER_CLS(), "infer_eval/utils.DatasetConfig")
-    shapes, shardings, boxed_params = trainer.abstract_state({k: v.shape for k, v in spec.items()})
-    summary = run_dir.summarize_model(boxed_params, shapes)
-    logging.info("%s", summary)
-    folder.prepare(model_dir, run_dir.tree_bytes(shapes), dry_run)
-    # One process looks: another might see a checkpoint more, or less.
-    source = distributed.from_process_0("where to start", lambda: _where_to_start(model_dir, checkpoint_cfg))
-    own = source is not None and os.path.dirname(source) == checkpoints.absolute(model_dir)
-    # A run goes on with all of its own state; what another one's checkpoint is used for is configurable.
-    restore_cfg = None if own else checkpoint_cfg.restore
-    start = checkpoints.check(source, shapes, restore_cfg) if source is not None else 0
-    if source is not None and not own and relative_steps is None and start >= total_steps:
-        raise ConfigError(
-            f"{source} is at step {start}, and TRAIN_STEPS = {total_steps} counts its steps, so there is nothing to train. "
-            f"Set TRAIN_STEPS above {start}, or TRAIN_STEPS_RELATIVE to the number of further steps."
-        )
-    is_writer = distributed.is_writer()
+    training = Training(dict(locals()))  # the first statement: nothing but the arguments is local yet
     if dry_run:
-        if is_writer:
+        if distributed.is_writer():
             print(
-                f"dry run: the configuration is fine. {summary}. Starts from {source or 'scratch'}. Nothing was compiled."
+                f"dry run: the configuration is fine. {training.setup.summary}. Starts from "
+                f"{training.source or 'scratch'}. Nothing was compiled."
             )
-        return 0, shapes
-    if is_writer:
-        run_dir.write_model_info(model_dir, boxed_params, shardings.params, summary)
-        summarize_config_fn(model_dir, None, 0)
-
-    saved_run = checkpoints.read_run(source) if own else {}
-
+        return 0, training.setup.shapes
+    training.describe()
     with ThreadPoolExecutor(1) as compiler:
         # The step compiles in the background while examples are read and parameters are made.
-        compiling = compiler.submit(_timed, lambda: trainer.compiled_step(shapes, shardings, spec))
-        feed = make_feed(train_dataset_cfg, model.FEATURE_CONVERTER_CLS(), saved_position=saved_run.get("data"))
-        logging.info("%s", feed.description)
-        evaluators = loop.make_evaluators(
-            trainer, train_eval_dataset_cfg, infer_eval_dataset_cfg, inference_evaluator_cls, eval_steps, model_dir
+        programs = training.compile(compiler)
+        return training.run(programs, training.make_feed())
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What follows from a configuration whatever its learning rate and seed."""
+
+    trainer: Trainer
+    spec: Mapping[str, Any]
+    shapes: TrainState
+    shardings: TrainState
+    boxed_params: Any
+
+    @property
+    def summary(self) -> str:
+        """Parameters and bytes in one line."""
+        return run_dir.summarize_model(self.boxed_params, self.shapes)
+
+    @property
+    def init(self) -> Any:
+        """The key of a seed -> a fresh state; jitted."""
+        input_shapes = {k: v.shape for k, v in self.spec.items()}
+        return jax.jit(lambda key: self.trainer.init_state(key, input_shapes), out_shardings=self.shardings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """What runs execute, compiled or being compiled. It holds no state: several runs may use it at once.
+
+    Attributes:
+      init: the key of a seed -> a fresh state.
+      step: (state, batch) -> (state, metrics), or with the learning rate as a third argument; and the seconds it took to
+        compile.
+      monitor: `Trainer.monitor_step`; None without a monitor.
+      evaluators: see `loop.Evaluator`.
+    """
+
+    init: Callable[[jax.Array], TrainState]
+    step: Future[tuple[Callable[..., tuple[TrainState, Any]], float]]
+    monitor: Future[Callable[..., Any] | None]
+    evaluators: Sequence[loop.Evaluator]
+
+
+class Training:
+    """One run of `train`: the constructor checks, `compile` compiles, `run` trains.
+
+    All but `run` reads the configuration that Gin holds; `run` does not.
+
+    Args:
+      arguments: those of `train`, by name.
+      setup: of a run that is already checked, and differs from this one in learning rate and seed only; None: made here.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], setup: Setup | None = None):
+        self._begun = time.monotonic()
+        args = self._args = types.SimpleNamespace(**arguments)
+        if not isinstance(args.model_dir, str) or not args.model_dir:
+            raise ConfigError(
+                f"MODEL_DIR = {args.model_dir!r}: give a path, as a string: --gin.MODEL_DIR=\"'runs/first'\"."
+            )
+        self.model_dir = os.path.expanduser(args.model_dir)
+        _check(args.total_steps, args.relative_steps, args.eval_period, args.stats_period, args.use_hardware_rng)
+        self.trainer: Trainer = args.trainer_cls(model=args.model, partitioner=args.partitioner)
+        self.setup = self._checked_setup() if setup is None else setup
+        folder.prepare(self.model_dir, run_dir.tree_bytes(self.setup.shapes), args.dry_run)
+        # One process looks: another might see a checkpoint more, or less.
+        self.source: str | None = distributed.from_process_0(
+            "where to start", lambda: _where_to_start(self.model_dir, args.checkpoint_cfg)
         )
+        own = self.source is not None and os.path.dirname(self.source) == checkpoints.absolute(self.model_dir)
+        self._is_resumed = own
+        # A run resumes with all of its own state; what another one's checkpoint is used for is configurable.
+        self._restore_cfg = None if own else args.checkpoint_cfg.restore
+        self._first_step = 0
+        if self.source is not None:
+            self._first_step = checkpoints.check(self.source, self.setup.shapes, self._restore_cfg)
+        if self.source is not None and not own and args.relative_steps is None and self._first_step >= args.total_steps:
+            raise ConfigError(
+                f"{self.source} is at step {self._first_step}, and TRAIN_STEPS = {args.total_steps} counts its steps, so "
+                f"there is nothing to train. Set TRAIN_STEPS above {self._first_step}, or TRAIN_STEPS_RELATIVE to the "
+                "number of further steps."
+            )
+        self._saved_run = checkpoints.read_run(self.source) if own and not args.dry_run else {}
+        self.last_step = self._stops_at()
+
+    def _checked_setup(self) -> Setup:
+        """Raises `ConfigError` for whatever can be seen without data and without compiling."""
+        args, trainer = self._args, self.trainer
+        model, config = trainer.model, args.train_dataset_cfg
+        trainer.check_batch_size(config.batch_size)
+        trainer.partitioner.check_model(model.sharded_dimensions())
+        logging.info("%s", trainer.partitioner.describe_batch(config.batch_size))
+        converter = model.FEATURE_CONVERTER_CLS()
+        spec = batch_spec(config, converter)
+        lookup.check_vocabulary(config.mixture_or_task_name, model)
+        if args.train_eval_dataset_cfg is not None:
+            evaluation.check(trainer.partitioner, model, args.train_eval_dataset_cfg, args.eval_steps)
+        if args.infer_eval_dataset_cfg is not None:
+            lookup.check_evaluation(args.infer_eval_dataset_cfg, converter, "infer_eval/utils.DatasetConfig")
+        setup = Setup(trainer, spec, *trainer.abstract_state({k: v.shape for k, v in spec.items()}))
+        logging.info("%s", setup.summary)
+        return setup
+
+    def _stops_at(self) -> int:
+        relative, saved = self._args.relative_steps, self._saved_run
+        if relative is None:
+            return self._args.total_steps
+        if saved.get("relative_steps") == relative and saved["last_step"] > self._first_step:
+            return saved["last_step"]  # a resumed run still stops where it set out to
+        return self._first_step + relative
+
+    def compile(self, compiler: Executor) -> Programs:
+        """Starts compiling; `compiler` has one thread, which takes one program after the other."""
+        setup = self.setup
+        parts = (setup.shapes, setup.shardings, setup.spec)
+        step = compiler.submit(timed, lambda: setup.trainer.compiled_step(*parts))
+        evaluators = self.make_evaluators(compiler)
+        return Programs(setup.init, step, compiler.submit(setup.trainer.compiled_monitor, *parts), evaluators)
+
+    def make_evaluators(self, compiler: Executor, keep_batches: bool = False) -> list[loop.Evaluator]:
+        """Teacher-forced and decoding evaluation, whichever is configured; they start compiling."""
+        args, setup = self._args, self.setup
+        evaluators: list[loop.Evaluator] = []
+        if args.train_eval_dataset_cfg is not None:
+            evaluators.append(
+                evaluation.TrainEvaluator(setup.trainer, args.train_eval_dataset_cfg, args.eval_steps, keep_batches)
+            )
+        if args.infer_eval_dataset_cfg is not None:
+            from perex_t5x.inference_evaluation import InferenceEvaluator
+
+            log_dir = os.path.join(self.model_dir, "inference_eval")
+            model, partitioner = setup.trainer.model, setup.trainer.partitioner
+            evaluators.append(
+                InferenceEvaluator(
+                    model, partitioner, args.infer_eval_dataset_cfg, args.inference_evaluator_cls, log_dir
+                )
+            )
         for evaluator in evaluators:
-            evaluator.compile(compiler, shapes.params, shardings.params)
-        compiling_monitor = compiler.submit(trainer.compiled_monitor, shapes, shardings, spec)
-        init_started = time.monotonic()
-        seed = saved_run.get("random_seed", random_seed)
+            evaluator.compile(compiler, setup.shapes.params, setup.shardings.params)
+        return evaluators
+
+    def describe(self) -> None:
+        """Writes model-info.txt and config.gin."""
+        if distributed.is_writer():
+            setup = self.setup
+            run_dir.write_model_info(self.model_dir, setup.boxed_params, setup.shardings.params, setup.summary)
+            self._args.summarize_config_fn(self.model_dir, None, 0)
+
+    def make_feed(self) -> Feed:
+        """The training batches, at the position at which the run starts."""
+        converter = self.trainer.model.FEATURE_CONVERTER_CLS()
+        feed = make_feed(self._args.train_dataset_cfg, converter, saved_position=self._saved_run.get("data"))
+        logging.info("%s", feed.description)
+        if self._is_resumed:
+            feed.restore(checkpoints.data_dir(self.source))
+        return feed
+
+    def run(self, programs: Programs, feed: Feed, **options: Any) -> tuple[int, TrainState]:
+        """Trains to `last_step`; returns (last step, state). `options` of `loop.Loop`: learning_rates, progress, stop."""
+        args, setup, saved = self._args, self.setup, self._saved_run
+        init_begun = time.monotonic()
+        seed = saved.get("random_seed", args.random_seed)
         seed = draw_seed() if seed is None else seed
-        state = _initial_state(trainer, spec, shapes, shardings, seed, source, restore_cfg)
-        init_seconds = time.monotonic() - init_started
-        first_step = int(state.step)
-        if own:
-            feed.restore(checkpoints.data_dir(source))
-        step_fn, compile_seconds = compiling.result()
-        monitor_fn = compiling_monitor.result()
-
-    last_step = total_steps
-    if relative_steps is not None:
-        # A resumed run still stops where it set out to.
-        last_step = first_step + relative_steps
-        if saved_run.get("relative_steps") == relative_steps and saved_run["last_step"] > first_step:
-            last_step = saved_run["last_step"]
-    writer = MetricsWriter(model_dir, enabled=is_writer)
-    writer.forget_after(first_step)
-    writer.write(
-        "train",
-        first_step,
-        {
-            "timing/compilation_seconds": compile_seconds,
-            "timing/init_or_restore_seconds": init_seconds,
-            "timing/start_seconds": time.monotonic() - started,
-        },
-    )
-    run = loop.Loop(
-        trainer=trainer,
-        step_fn=step_fn,
-        feed=feed,
-        evaluators=evaluators,
-        checkpointer=checkpoints.Checkpointer(model_dir, checkpoint_cfg.save),
-        writer=writer,
-        last_step=last_step,
-        eval_period=eval_period,
-        stats_period=stats_period or min(eval_period, 100),
-        run_info={"random_seed": seed, "relative_steps": relative_steps, "last_step": last_step},
-        profile_steps=profile_steps,
-        model_dir=model_dir,
-        monitor_fn=monitor_fn,
-    )
-    try:
-        state = run(state)
-    finally:
-        run.close()
-    return int(state.step), state
+        state = _initial_state(setup, programs.init, seed, self.source, self._restore_cfg)
+        init_seconds = time.monotonic() - init_begun
+        step_fn, compile_seconds = programs.step.result()
+        monitor_fn = programs.monitor.result()
+        writer = MetricsWriter(self.model_dir, enabled=distributed.is_writer())
+        writer.forget_after(int(state.step))
+        writer.write(
+            "train",
+            int(state.step),
+            {
+                "timing/compilation_seconds": compile_seconds,
+                "timing/init_or_restore_seconds": init_seconds,
+                "timing/start_seconds": time.monotonic() - self._begun,
+            },
+        )
+        run = loop.Loop(
+            trainer=setup.trainer,
+            step_fn=step_fn,
+            feed=feed,
+            evaluators=programs.evaluators,
+            checkpointer=checkpoints.Checkpointer(self.model_dir, args.checkpoint_cfg.save),
+            writer=writer,
+            last_step=self.last_step,
+            eval_period=args.eval_period,
+            stats_period=args.stats_period or min(args.eval_period, 100),
+            run_info={"random_seed": seed, "relative_steps": args.relative_steps, "last_step": self.last_step},
+            profile_steps=args.profile_steps,
+            model_dir=self.model_dir,
+            monitor_fn=monitor_fn,
+            **options,
+        )
+        try:
+            state = run(state)
+        finally:
+            run.close()
+        return int(state.step), state
 
 
-def _timed(function: Callable[[], Any]) -> tuple[Any, float]:
+def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    """What `function` returns, and the seconds it took."""
     begun = time.monotonic()
     return function(), time.monotonic() - begun
 
@@ -227,27 +338,20 @@ def _where_to_start(model_dir: str, config: CheckpointConfig) -> str | None:
 
 
 def _initial_state(
-    trainer: Trainer,
-    spec: Any,
-    shapes: TrainState,
-    shardings: TrainState,
+    setup: Setup,
+    init: Callable[[jax.Array], TrainState],
     seed: int,
     source: str | None,
     restore_cfg: RestoreCheckpointConfig | None,
 ) -> TrainState:
     """Restored where there is something to restore; what is missing is initialised."""
-    input_shapes = {k: v.shape for k, v in spec.items()}
-
-    def fresh() -> TrainState:
-        init = jax.jit(lambda key: trainer.init_state(key, input_shapes), out_shardings=shardings)
-        return init(jax.random.key(seed))
-
     if source is None:
-        return fresh()
+        return init(jax.random.key(seed))
     # Another run's checkpoint gives parameters and optimizer state; the dropout of this run is its own.
     parts = ("target", "state", "rng") if restore_cfg is None else ("target", "state")
-    restored = checkpoints.restore(source, shapes, shardings, restore_cfg, parts)
-    base = fresh() if checkpoints.leaves_missing(shapes, restored) else shapes
+    restored = checkpoints.restore(source, setup.shapes, setup.shardings, restore_cfg, parts)
+    is_whole = not checkpoints.leaves_missing(setup.shapes, restored)
+    base = setup.shapes if is_whole else init(jax.random.key(seed))
     logging.info("starting from %s (step %d)", source, restored.step)
     return checkpoints.merge(base, restored)
 

@@ -225,17 +225,24 @@ class Trainer:
         """Compiles the step ahead of time; the state's buffers are donated."""
         return self.lowered_step(shapes, shardings, batch_spec).compile()
 
-    def lowered_step(self, shapes: TrainState, shardings: TrainState, batch_spec: Mapping[str, Any]) -> Any:
-        """What `compiled_step` compiles."""
+    def lowered_step(
+        self,
+        shapes: TrainState,
+        shardings: TrainState,
+        batch_spec: Mapping[str, Any],
+        rate_is_argument: bool = False,
+    ) -> Any:
+        """What `compiled_step` compiles; with `rate_is_argument` the learning rate is the step's third argument."""
         batch_sharding = {name: self.partitioner.data_sharding for name in batch_spec}
+        rates = [jax.ShapeDtypeStruct((), jnp.float32)] if rate_is_argument else []
         step = jax.jit(
             self.train_step,
-            in_shardings=(shardings, batch_sharding),
+            in_shardings=(shardings, batch_sharding, *(self.partitioner.replicated for _ in rates)),
             out_shardings=(shardings, self.partitioner.replicated),
             donate_argnums=0,
         )
         with self.partitioner.constraints():
-            return step.lower(shapes, dict(batch_spec))
+            return step.lower(shapes, dict(batch_spec), *rates)
 
     def compiled_monitor(self, shapes: TrainState, shardings: TrainState, batch_spec: Mapping[str, Any]) -> Any | None:
         """Compiles the monitor's program ahead of time; None without a monitor."""

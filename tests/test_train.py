@@ -1,5 +1,6 @@
 """Whole runs: outputs, exact resume, starting from other checkpoints, and what goes wrong."""
 
+import functools
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from perex_t5x import checkpoints, loop
+from perex_t5x.cli.progress import Progress
 from perex_t5x.errors import ConfigError, TrainingError
 from tests import tiny
 
@@ -360,7 +362,9 @@ def test_loop_reads_metrics_one_step_late():
     class FakeLoop(loop.Loop):
         def __init__(self):
             self._pending = None
-            self._last_step, self._profile_steps, self._progress_stream = 3, None, None
+            self._last_step, self._profile_steps, self._stop = 3, None, None
+            self._monitor_fn = self._learning_rates = None
+            self._make_progress = functools.partial(Progress, enabled=False)
             self._trainer = type("T", (), {"partitioner": type("P", (), {"data_sharding": None})})
             self._feed = type("F", (), {"element_spec": {}, "batch": lambda self, step, sharding: {}})()
             self._clock = loop._Stopwatch()
