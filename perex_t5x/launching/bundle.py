@@ -2,7 +2,7 @@
 
 bundle/perex_t5x-0.1.0-py3-none-any.whl
 bundle/constraints.txt       exact versions
-bundle/jobs.json             see `launching.jobs`
+bundle/jobs.json             see `launching.spec`
 bundle/gin_files/...         Gin files that are not shipped
 bundle/packages/...          wheels of --with_package
 """
@@ -19,9 +19,8 @@ from pathlib import Path
 
 import perex_t5x
 from perex_t5x.errors import ConfigError
-from perex_t5x.launching import gin_files
 from perex_t5x.launching.shell import CommandError, Commands
-from perex_t5x.launching.spec import Work
+from perex_t5x.launching.spec import GIN_FOLDER, Work
 
 _PARTS = ("perex_t5x", "gin", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
 WHEEL = f"perex_t5x-{perex_t5x.__version__}-py3-none-any.whl"
@@ -150,7 +149,7 @@ def write_jobs(work: Work, target: str, commands: Commands) -> None:
     """Writes jobs.json, and the Gin files that travel along beside it."""
     commands.write(os.path.join(target, "jobs.json"), work.to_json(None if commands.dry_run else 1).rstrip("\n"))
     for name, path in work.gin_files.items():
-        copy = os.path.join(target, gin_files.FOLDER, name)
+        copy = os.path.join(target, GIN_FOLDER, name)
         commands.run(["mkdir", "-p", os.path.dirname(copy)])
         commands.run(["cp", os.path.abspath(path), copy])
 

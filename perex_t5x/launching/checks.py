@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import perex_t5x
+from perex_t5x import cli
+from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.launching import bundle, estimate, leftovers, names, refusals
+from perex_t5x.hardware.slices import Slice
+from perex_t5x.launching import bundle, names, shell
 from perex_t5x.launching.request import Request
-from perex_t5x.launching.shell import Commands, Completed
-from perex_t5x.launching.spec import Job
-
-
-def say(text: str) -> None:
-    """On stderr: stdout is for the commands of a dry run."""
-    print(text, file=sys.stderr, flush=True)
+from perex_t5x.launching.shell import Commands, Completed, say
+from perex_t5x.launching.spec import Job, Work
 
 
 def _python(request: Request, module: str, *arguments: str) -> list[str]:
@@ -40,7 +40,7 @@ def check_gin(request: Request, commands: Commands) -> None:
     say(f"checking the Gin files on {devices} fake device(s)")
     with tempfile.TemporaryDirectory() as folder:
         bundle.write_jobs(request.work, folder, commands)
-        argv = _python(request, "perex_t5x.launching.gin_check", f"--jobs={folder}/jobs.json", f"--devices={devices}")
+        argv = _python(request, "perex_t5x.launching.checks", f"--jobs={folder}/jobs.json", f"--devices={devices}")
         done = commands.run(argv, check=False)
     if done.returncode == 2 and done.stdout.strip():
         raise ConfigError(done.stdout.strip())
@@ -66,7 +66,7 @@ def largest_batches(jobs: tuple[Job, ...]) -> dict[str, Job]:
     return {job.name: largest[files(job)] for job in jobs}
 
 
-def preflight(request: Request, commands: Commands) -> estimate.Estimate:
+def preflight(request: Request, commands: Commands) -> Estimate:
     """Compiles the steps for the slices, unless that is not wanted; a step that does not fit is refused with its table."""
     jobs, kind = request.work.jobs, request.slice
     seconds: dict[str, float | None] = {}
@@ -81,7 +81,7 @@ def preflight(request: Request, commands: Commands) -> estimate.Estimate:
         for job in jobs:
             of, per_step = chosen[job.name], found[chosen[job.name].name]
             seconds[job.name] = per_step and per_step * job.batch_size / max(of.batch_size, 1)
-    return estimate.estimate(jobs, seconds, kind, request.slices)
+    return estimate(jobs, seconds, kind, request.slices)
 
 
 def _preflight_one(request: Request, job: Job, commands: Commands) -> float | None:
@@ -131,7 +131,7 @@ def bucket(request: Request, commands: Commands, must_see: bool = True) -> dict[
                 f"there is no bucket {name}:\n{done.said}\nMake it, near the slices: gcloud storage buckets create {name} "
                 f"--location={region} --uniform-bucket-level-access"
             )
-        words = refusals.message(f"the bucket {name} cannot be looked at", done.said)
+        words = shell.refusal(f"the bucket {name} cannot be looked at", done.said)
         if must_see:
             raise ConfigError(words)
         say(f"note: {words}")
@@ -151,7 +151,7 @@ def zone_has(request: Request, commands: Commands) -> None:
     done = commands.run(argv, check=False)
     if done.returncode == 0:
         return
-    if re.search(leftovers.GONE, done.stderr):
+    if re.search(shell.GONE, done.stderr):
         raise ConfigError(
             f"--zone={request.zone} has no {kind}. What it has: gcloud compute tpus accelerator-types list "
             f"{' '.join(where)}. Zones by chip: https://cloud.google.com/tpu/docs/regions-zones"
@@ -179,7 +179,7 @@ def answer(ask: Callable[[str], str] = input) -> str:
         return "no"
 
 
-def summary(request: Request, cost: estimate.Estimate, commit: str, where: str) -> str:
+def summary(request: Request, cost: Estimate, commit: str, where: str) -> str:
     """What would be created and run, in a few lines."""
     kind, work = request.slice, request.work
     what = f"{len(work.jobs)} runs, one after another" if work.sweep else f"{work.jobs[0].module} of one run"
@@ -200,3 +200,115 @@ def summary(request: Request, cost: estimate.Estimate, commit: str, where: str) 
             "",
         ]
     )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """
+    Attributes:
+      chips: of all slices.
+      price: of a chip-hour in USD; None where not known.
+      hours: of all jobs; None where it is not known.
+
+    >>> print(Estimate(256, 1.2, 10.0).words())
+    at least 10.0 hours, 2,560 chip-hours, about $3,072 at $1.2 a chip-hour (the compiler's cycles, without collectives,
+    input and evaluation: a lower bound; compiling and restarts come on top)
+    """
+
+    chips: int
+    price: float | None
+    hours: float | None = None
+
+    def words(self) -> str:
+        if self.hours is None:
+            return (
+                f"{self.chips:,} chip-hours an hour, {self._dollars(self.chips, ' an hour')} (how many hours is not known "
+                "without preflight)"
+            )
+        chip_hours = self.hours * self.chips
+        hours = f"{self.hours:.1f} hours" if self.hours >= 0.1 else f"{self.hours * 60:.1f} minutes"
+        return (
+            f"at least {hours}, {chip_hours:,.0f} chip-hours, {self._dollars(chip_hours)} (the compiler's cycles, without "
+            "collectives,\ninput and evaluation: a lower bound; compiling and restarts come on top)"
+        )
+
+    def _dollars(self, chip_hours: float, each: str = "") -> str:
+        if self.price is None:
+            return "list price not known: give --price_per_chip_hour"
+        return f"about ${chip_hours * self.price:,.0f}{each} at ${self.price:g} a chip-hour"
+
+
+def estimate(jobs: Sequence[Job], seconds: Mapping[str, float | None], kind: Slice, slices: int) -> Estimate:
+    """Adds up steps times seconds a step.
+
+    Args:
+      jobs: what runs, one after another.
+      seconds: of a step, by the job's name; a job that is not in it, or None, makes the hours unknown.
+      kind, slices: on what.
+    """
+    each = [seconds.get(job.name) for job in jobs]
+    hours = None if None in each else sum(s * job.train_steps for s, job in zip(each, jobs, strict=True)) / 3600
+    return Estimate(kind.chips * slices, kind.price, hours)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", required=True)
+    parser.add_argument("--devices", type=int, required=True)
+    options = parser.parse_args(argv)
+    with open(options.jobs, encoding="utf-8") as f:
+        jobs = Work.from_json(f.read()).jobs
+    os.chdir(os.path.dirname(os.path.abspath(options.jobs)))
+    console.set_up(quiet=True)
+    from perex_t5x.hardware.devices import use_cpu_backend
+
+    use_cpu_backend(options.devices)
+    console.import_tensorflow_quietly()
+    slips = [slip for job in one_a_group(jobs) if (slip := _slip(job))]
+    for slip in dict.fromkeys(slips):
+        print(slip)
+    return cli.EXIT_CONFIG if slips else 0
+
+
+def one_a_group(jobs: Sequence[Job]) -> list[Job]:
+    """The first of those that differ in learning rate and seed alone."""
+    return list({(job.group or job.name): job for job in reversed(jobs)}.values())[::-1]
+
+
+def _slip(job: Job) -> str | None:
+    from perex_t5x import gin_utils
+    from perex_t5x import train as train_script
+    from perex_t5x.experiments.sweep import configuration
+    from perex_t5x.experiments.sweep.runs import Run
+
+    _configure_data(job)
+    sys.modules["__main__"].train = train_script.train  # ported files say `import __main__ as train_script`
+    values = {name: tuple(_values(job, name)) for name in ("gin_file", "gin_bindings", "gin_search_paths")}
+    paths = tuple(p for v in values["gin_search_paths"] for p in v.split(","))
+    if job.module != "perex_t5x.train":
+        try:
+            gin_utils.parse_gin_flags(paths, values["gin_file"], values["gin_bindings"])
+        except ConfigError as e:
+            return cli.cleaned(str(e))
+        return None
+    run = Run(job.name, {}, values["gin_file"], values["gin_bindings"], (), job.batch_size, None, job.train_steps, 0, 0)
+    return configuration._dry_run(Run(**{**run.__dict__, "search_paths": paths}))
+
+
+def _configure_data(job: Job) -> None:
+    """As `cli` does it for the job's own process."""
+    import seqio
+
+    for folder in _values(job, "tfds_data_dir"):
+        os.environ["TFDS_DATA_DIR"] = folder
+        seqio.set_tfds_data_dir_override(folder)
+    for folders in _values(job, "seqio_additional_cache_dirs"):
+        seqio.add_global_cache_dirs(folders.split(","))
+
+
+def _values(job: Job, flag: str) -> list[str]:
+    return [a.partition("=")[2] for a in job.arguments if a.startswith(f"--{flag}=")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

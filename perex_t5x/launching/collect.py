@@ -9,9 +9,8 @@ from perex_t5x.errors import ConfigError
 from perex_t5x.experiments.sweep import twins
 from perex_t5x.experiments.sweep.directory import Folder, result_of_metrics, write_atomically
 from perex_t5x.experiments.sweep.runs import DONE, FAILED, Result, Run
-from perex_t5x.launching import marks, names, refusals
-from perex_t5x.launching.checks import say
-from perex_t5x.launching.shell import Commands
+from perex_t5x.launching import marks, names, shell
+from perex_t5x.launching.shell import Commands, say
 from perex_t5x.launching.spec import Work
 
 _LEFT_OUT = r"(.*/)?((checkpoint_[^/]*|\.jax_cache)/.*|bundle\.tar\.gz)$"
@@ -25,7 +24,7 @@ def collect(root: str, name: str, out: str, commands: Commands) -> Work | None:
     argv = ["gcloud", "storage", "rsync", "--recursive", f"--exclude={_LEFT_OUT}", root, out]
     done = commands.run(argv, check=False, retries=2)
     if done.returncode != 0:
-        raise ConfigError(refusals.message(f"{root} cannot be copied to {out}", done.said))
+        raise ConfigError(shell.refusal(f"{root} cannot be copied to {out}", done.said))
     if commands.dry_run:
         return None
     path = os.path.join(out, ".launch", name, "jobs.json")

@@ -12,8 +12,7 @@ from absl import app, flags
 from perex_t5x import cli, gin_utils
 from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.launching.leftovers import Leftovers
-from perex_t5x.launching.shell import Commands
+from perex_t5x.launching.shell import Commands, Leftovers
 
 _SHOWN = ("perex_t5x.launching.request", "perex_t5x.experiments.sweep.command", "perex_t5x.cli")
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from gin import config_parser
+
+from perex_t5x import gin_utils
 from perex_t5x.errors import ConfigError
-from perex_t5x.launching import gin_files, names
+from perex_t5x.launching import names
 
 # Where a command writes, in the Gin files' own words.
 _FOLDERS = ("MODEL_DIR", "EVAL_OUTPUT_DIR", "INFER_OUTPUT_DIR")
@@ -63,7 +68,7 @@ class Work:
       jobs: in their order.
       sweep: what sweep.json holds; None for a single run.
       twins: name of a run -> the job that has the same configuration, and runs for both.
-      gin_files: name -> path here, of Gin files that travel along (`gin_files.FOLDER`).
+      gin_files: name -> path here, of Gin files that travel along (`GIN_FOLDER`).
       topology, slices: what the Gin files name, if they do.
     """
 
@@ -134,19 +139,19 @@ def _sweep(args: Any, flags: Sequence[str]) -> Work:
     # Built on the devices they shall have, later: here there are none.
     plan = sweep.plan(args.gin_file, args.gin_bindings, args.gin_search_paths, check=False, flags=flags)
     root = absolute(args.dir.rstrip("/"))
-    travelling = gin_files.Travelling(args.gin_search_paths)
+    extra = ExtraGinFiles(args.gin_search_paths)
     jobs = []
     chosen = execute._chosen(plan.runs, args.only)
     first_of = {name: first.name for name, first in twins.firsts(chosen, {}).items()}
     for run in chosen:
         if first_of[run.name] != run.name:
             continue
-        files = tuple(travelling.add(name) for name in run.files)
-        over_there = dataclasses.replace(run, files=files, search_paths=_search_paths(travelling))
+        files = tuple(extra.add(name) for name in run.files)
+        over_there = dataclasses.replace(run, files=files, search_paths=_search_paths(extra))
         arguments = tuple(over_there.command(root, "python")[1:])
         jobs.append(Job(run.name, arguments, run.folder(root), run.batch_size, run.train_steps, run.group))
     doubles = {name: first for name, first in first_of.items() if name != first}
-    return Work(sweep.name, root, tuple(jobs), plan.described(), doubles, travelling.found, *_topology())
+    return Work(sweep.name, root, tuple(jobs), plan.described(), doubles, extra.found, *_topology())
 
 
 @dataclass(frozen=True)
@@ -191,9 +196,9 @@ def _single(args: Any, flags: Sequence[str]) -> Work:
         raise ConfigError(
             "the Gin files have no MODEL_DIR: give those of a run, and --gin.MODEL_DIR=gs://BUCKET/FOLDER."
         )
-    travelling = gin_files.Travelling(args.gin_search_paths)
-    files = [travelling.add(name) for name in args.gin_file]
-    paths = _search_paths(travelling)
+    extra = ExtraGinFiles(args.gin_search_paths)
+    files = [extra.add(name) for name in args.gin_file]
+    paths = _search_paths(extra)
     arguments = (
         "-m",
         args.module,
@@ -212,13 +217,13 @@ def _single(args: Any, flags: Sequence[str]) -> Work:
         (Job(name, arguments, root, parsed.batch_size, parsed.train_steps),),
         None,
         {},
-        travelling.found,
+        extra.found,
         *_topology(),
     )
 
 
-def _search_paths(travelling: gin_files.Travelling) -> tuple[str, ...]:
-    return (gin_files.FOLDER,) if travelling.found else ()
+def _search_paths(extra: ExtraGinFiles) -> tuple[str, ...]:
+    return (GIN_FOLDER,) if extra.found else ()
 
 
 def _macro(name: str) -> Any:
@@ -235,3 +240,63 @@ def _topology() -> tuple[str | None, int]:
     from perex_t5x.preflight import step
 
     return step.topology_macro()
+
+
+GIN_FOLDER = "gin_files"  # beside jobs.json; the jobs run there and search it
+
+
+@dataclass
+class ExtraGinFiles:
+    """Files on their way, by the name under which the jobs find them.
+
+    Attributes:
+      search_paths: --gin_search_paths, where they are searched here.
+      found: name in `GIN_FOLDER` -> path here.
+    """
+
+    search_paths: Sequence[str] = ()
+    found: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str) -> str:
+        """Takes a --gin_file along, if it is not shipped; returns its name over there."""
+        path = gin_utils._find(name, ["", *self.search_paths, gin_utils.shipped_gin_dir()], "--gin_file")
+        beside = os.path.dirname(os.path.abspath(path))
+        new_name = name
+        if not _is_shipped(path):
+            if os.path.isabs(name) or ".." in Path(name).parts:
+                new_name = os.path.basename(name)  # its folder is not there
+            new_name = os.path.normpath(new_name)
+            self._take(new_name, path)
+        elif os.path.isabs(name) or not os.path.isfile(os.path.join(gin_utils.shipped_gin_dir(), name)):
+            # Given by its path here: over there it is found by its name among the shipped ones.
+            new_name = os.path.relpath(os.path.realpath(path), os.path.realpath(gin_utils.shipped_gin_dir()))
+        self._includes(path, ["", *self.search_paths, beside, gin_utils.shipped_gin_dir()])
+        return new_name
+
+    def _take(self, name: str, path: str) -> None:
+        if os.path.realpath(self.found.get(name, path)) != os.path.realpath(path):
+            raise ConfigError(
+                f"two Gin files would both travel as {name}: {self.found[name]} and {path}. Rename one of them."
+            )
+        self.found[name] = path
+
+    def _includes(self, path: str, search_paths: Sequence[str]) -> None:
+        with open(path, encoding="utf-8") as f:
+            statements = list(config_parser.ConfigParser(f, gin_utils._Names()))
+        for statement in statements:
+            if not isinstance(statement, config_parser.IncludeStatement):
+                continue
+            name = statement.filename
+            included = gin_utils._find(name, search_paths, path)
+            if os.path.isabs(name) or ".." in Path(name).parts:
+                raise ConfigError(
+                    f"{path}: include {name!r} will not be found on another machine. Include it by a name within "
+                    "the working directory or a folder of --gin_search_paths."
+                )
+            if not _is_shipped(included):
+                self._take(os.path.normpath(name), included)
+            self._includes(included, search_paths)
+
+
+def _is_shipped(path: str) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(gin_utils.shipped_gin_dir()))

@@ -21,16 +21,14 @@ from typing import Any
 from absl import flags
 
 from perex_t5x.errors import ConfigError, TrainingError, did_you_mean
-from perex_t5x.launching import bundle, checks, collect, estimate, names, program
-from perex_t5x.launching.checks import say
-from perex_t5x.launching.gcloud import existing, following, quota, resource, steps
-from perex_t5x.launching.gcloud.following import Follower
+from perex_t5x.launching import bundle, checks, collect, names, program
+from perex_t5x.launching.gcloud import logs, quota, resource, session, steps
+from perex_t5x.launching.gcloud.logs import Follower
 from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
 from perex_t5x.launching.gcloud.session import Options, Session
 from perex_t5x.launching.gcloud.steps import Steps
-from perex_t5x.launching.leftovers import Leftovers, still_there
 from perex_t5x.launching.request import Request, define_flags
-from perex_t5x.launching.shell import Commands
+from perex_t5x.launching.shell import Commands, Leftovers, say, still_there
 
 # Steps that need to know what shall run; the others find what is there by its name.
 _WITH_WORK = ("launch", "check", "create", "copy")
@@ -91,7 +89,7 @@ def _main(args: Any, words: list[str]) -> int:
     return _by_name(command, args, request, todo, options)
 
 
-def _check(request: Request, todo: Steps) -> tuple[bundle.Checkout, estimate.Estimate]:
+def _check(request: Request, todo: Steps) -> tuple[bundle.Checkout, checks.Estimate]:
     """Everything that can be known before something is created."""
     files = bundle.checkout(request.allow_uncommitted)
     commands = todo.commands
@@ -106,12 +104,12 @@ def _check(request: Request, todo: Steps) -> tuple[bundle.Checkout, estimate.Est
 
 def _launch(request: Request, todo: Steps, options: Options) -> int:
     url = steps.bundle_url(request.work.root, request.name)
-    if (found := existing.look(request, todo)) != GONE:
+    if (found := session.find_existing(request, todo)) != GONE:
         return _join(request, todo, options, url, found.state)
     files, _ = _check(request, todo)
     checks.confirm("", request)
     # The checks take minutes, in which another launch of this name may have begun: its hosts fetch its bundle.
-    if todo.describe() != GONE and (found := existing.look(request, todo)) != GONE:
+    if todo.describe() != GONE and (found := session.find_existing(request, todo)) != GONE:
         return _join(request, todo, options, url, found.state)
     run = Session(todo, request, options, url, files.commit)
     try:
@@ -119,7 +117,7 @@ def _launch(request: Request, todo: Steps, options: Options) -> int:
             todo.upload(request, files)
             run.make(leftovers)
     except steps.ExistsError:
-        found = existing.look(request, todo)
+        found = session.find_existing(request, todo)
         if found == GONE:
             raise
         return _join(request, todo, options, url, found.state)
@@ -161,7 +159,7 @@ def _has_stopped(status: str) -> bool:
 
 
 def _create(request: Request, todo: Steps, options: Options) -> int:
-    existing.check_folder(request, todo)
+    session.check_folder(request, todo)
     files, _ = _check(request, todo)
     checks.confirm("", request)
     with Leftovers(todo.commands, request.keep) as leftovers:
@@ -235,11 +233,11 @@ def _follow(todo: Steps) -> int:
     """Looks only: nothing is started again, collected or deleted."""
     with _named(todo):
         ended = Follower(todo).follow()
-    if ended == following.DELETED:
+    if ended == logs.DELETED:
         raise TrainingError(f"{todo.target.what} was deleted. What was done is kept: launch again to go on with it.")
-    if ended == following.UNSTARTED:
+    if ended == logs.UNSTARTED:
         raise ConfigError("nothing was started there yet: launch/gcloud_tpu.py copy, install, start; or launch again.")
-    if ended in (following.PREEMPTED, following.LOST):
+    if ended in (logs.PREEMPTED, logs.LOST):
         with _named(todo):
             raise TrainingError(f"{ended}: launch again, with the same flags, to go on from the newest checkpoint.")
     say(f"the program has ended with status {ended}")

@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from perex_t5x.launching.checks import say
 from perex_t5x.launching.request import Request
-from perex_t5x.launching.shell import Commands
+from perex_t5x.launching.shell import Commands, say
 
 
 def look(request: Request, commands: Commands) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from perex_t5x import cli
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.launching import collect
-from perex_t5x.launching.checks import say
-from perex_t5x.launching.gcloud import existing, following
-from perex_t5x.launching.gcloud.following import Follower
+from perex_t5x.launching.checks import answer
+from perex_t5x.launching.gcloud import logs, resource
+from perex_t5x.launching.gcloud.logs import Follower
+from perex_t5x.launching.gcloud.resource import GONE, Description
 from perex_t5x.launching.gcloud.steps import ExistsError, Steps
-from perex_t5x.launching.leftovers import Leftovers, still_there
 from perex_t5x.launching.request import Request
+from perex_t5x.launching.shell import Leftovers, say, still_there
 
 _MOST_LOOKS = 20  # at slices on which nothing is started yet: another launch may be about to
 _MOST_FAILURES = 3  # in a row without a newer checkpoint or a finished run
@@ -70,7 +73,7 @@ class Session:
                 e.add_note(still_there(self.steps.target.what, self.steps.target.delete()))
                 raise
             # Names cannot collide, and checks take minutes: of two launches into one folder at least one sees the other.
-            existing.check_folder(self.request, self.steps)
+            check_folder(self.request, self.steps)
             try:
                 self.steps.wait(self.options.wait_hours)
                 self.prepare()
@@ -133,15 +136,15 @@ class Session:
                 stopped = KeyboardInterrupt("the program was stopped; the same launch goes on with it.")
                 stopped.add_note(still_there(self.steps.target.what, self.steps.target.delete()))
                 raise stopped
-            if ended == following.DELETED:  # by hand, to stop everything: made anew, they would cost unseen
+            if ended == logs.DELETED:  # by hand, to stop everything: made anew, they would cost unseen
                 self._named = True
                 raise KeyboardInterrupt(
                     f"{self.steps.target.what} was deleted, and not by this launch. What was done is kept: the same launch "
                     "goes on with it."
                 )
-            if ended == following.PREEMPTED:
+            if ended == logs.PREEMPTED:
                 say("the slices were taken away")
-            elif ended != following.UNSTARTED:
+            elif ended != logs.UNSTARTED:
                 say(f"the program ended with status {ended}")
                 failures = 1 if self._progress() else failures + 1
                 if failures >= _MOST_FAILURES:
@@ -149,7 +152,7 @@ class Session:
                         TrainingError(f"the program failed {failures} times without a newer checkpoint, see above.")
                     )
             try:
-                if ended != following.UNSTARTED:  # that is its first start
+                if ended != logs.UNSTARTED:  # that is its first start
                     self._count()
             except TrainingError as e:
                 self._give_up(e)
@@ -158,7 +161,7 @@ class Session:
     def _follow(self) -> str:
         for _ in range(_MOST_LOOKS):
             ended = self._follower.follow()
-            if ended != following.UNSTARTED:
+            if ended != logs.UNSTARTED:
                 break
             say("nothing is started there yet")
             self.steps.sleep(self.steps.poll)
@@ -168,11 +171,11 @@ class Session:
         self._named = True
         with Leftovers(self.steps.commands, self.request.keep) as leftovers:
             leftovers.add(self.steps.target.what, self.steps.target.delete())
-            if ended == following.PREEMPTED:
+            if ended == logs.PREEMPTED:
                 self.steps.delete()
                 self.make(leftovers)
                 self._follower = Follower(self.steps)  # a new log
-            elif ended == following.UNSTARTED:
+            elif ended == logs.UNSTARTED:
                 self.prepare()
             else:
                 self.steps.stop()  # what is left of it on other hosts
@@ -208,3 +211,54 @@ class Session:
             else:
                 self.steps.delete()
         return 0
+
+
+def check_folder(request: Request, steps: Steps) -> None:
+    """Raises `ConfigError` if a launch of another name writes into the same folder."""
+    for other in steps.list():
+        same_folder = other.labels.get(resource.LABEL_RUN) == request.work.fingerprint
+        if same_folder and other.name != request.name and other.coming_or_there:
+            raise ConfigError(
+                f"{request.work.root} is written by the launch {other.name!r}, which is {other.state}. Follow it with "
+                f"--name={other.name}, delete it, or choose another folder."
+            )
+
+
+def find_existing(request: Request, steps: Steps, ask: Callable[[str], str] = input) -> Description:
+    """The launch of this name and folder that is there and shall be followed; `GONE`: nothing is in the way.
+
+    A failed or suspended one of ours, which uses up quota and nothing else, is deleted.
+
+    Raises:
+      ConfigError: the name or the folder is taken, or one would have to be asked and is not there.
+    """
+    found = steps.describe()
+    check_folder(request, steps)
+    if found == GONE:
+        return GONE
+    if not found.ours:
+        raise ConfigError(f"{steps.target.what} exists and is not one of a launch. Choose another --name.")
+    if found.labels.get(resource.LABEL_RUN) != request.work.fingerprint:
+        raise ConfigError(
+            f"{steps.target.what} belongs to a launch into another folder than {request.work.root}. Choose another --name."
+        )
+    if found.slices != request.slices and found.coming_or_there:
+        raise ConfigError(
+            f"{steps.target.what} has {found.slices} slice(s), and {request.slices} would be asked for: give "
+            f"--slices={found.slices} to follow it, or delete it first."
+        )
+    if not found.coming_or_there:
+        say(f"{steps.target.what} is {found.state}: it is deleted and made anew.")
+        steps.delete()
+        return GONE
+    say(f"{steps.target.what} is there already: {found.state}.")
+    if not request.yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(
+                f"this launch runs already. Follow it: launch/gcloud_tpu.py follow --name={request.name} "
+                f"{' '.join(steps.target.where)}, or give --yes, which also starts it again where its slice is taken away."
+            )
+        print("Follow it? [Y/n] ", end="", file=sys.stderr, flush=True)
+        if answer(ask) in ("n", "no"):
+            raise ConfigError("nothing was created.")
+    return found

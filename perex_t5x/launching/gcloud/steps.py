@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.launching import bundle, leftovers, refusals
-from perex_t5x.launching.checks import say
+from perex_t5x.launching import bundle, shell
 from perex_t5x.launching.gcloud import remote, resource
 from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
 from perex_t5x.launching.request import Request
-from perex_t5x.launching.shell import Commands, Completed
+from perex_t5x.launching.shell import Commands, Completed, say
 
 # Failures of the way to the cloud, not of the request. Names and limits have numbers in them, too: 500 alone says nothing.
 _PASSING = (
@@ -62,7 +61,7 @@ class Steps:
         done = self.commands.run(self.target.describe(), check=False, retries=4, retry_on=_PASSING)
         if done.returncode == 0:
             return resource.parsed(done.stdout)
-        if re.search(leftovers.GONE, done.stderr):
+        if re.search(shell.GONE, done.stderr):
             return GONE
         raise _unanswered(f"{self.target.what} cannot be looked at", done)
 
@@ -70,7 +69,7 @@ class Steps:
         """What launches have made in this zone."""
         done = self.commands.run(self.target.list(), check=False, retries=4, retry_on=_PASSING, dry="[]")
         if done.returncode != 0:
-            raise TrainingError(refusals.message("the queued resources cannot be listed", done.said))
+            raise TrainingError(shell.refusal("the queued resources cannot be listed", done.said))
         return resource.all_of(done.stdout)
 
     def create(self, request: Request, commit: str, more: Sequence[str]) -> None:
@@ -88,7 +87,7 @@ class Steps:
                 break
             say(f"{done.said.splitlines()[-1].strip()}; again")
             self.sleep(self.commands.wait * 2**attempt)
-        raise TrainingError(refusals.message(f"{self.target.what} was not created", done.said))
+        raise TrainingError(shell.refusal(f"{self.target.what} was not created", done.said))
 
     def wait(self, hours: float) -> None:
         """Until the slices are there; raises where they never will be."""
@@ -104,7 +103,7 @@ class Steps:
                 raise TrainingError(f"{self.target.what} is gone: somebody has deleted it.")
             if not found.coming_or_there:
                 raise TrainingError(
-                    refusals.message(f"{self.target.what} is {found.state}", found.error or "  (no reason given)")
+                    shell.refusal(f"{self.target.what} is {found.state}", found.error or "  (no reason given)")
                 )
             if self.clock() - begun > hours * 3600:
                 raise TrainingError(
@@ -114,13 +113,13 @@ class Steps:
             self.sleep(self.poll)
 
     def delete(self) -> None:
-        done = self.commands.run(self.target.delete(), check=False, retries=3, retry_on=[leftovers.NOT_GONE])
+        done = self.commands.run(self.target.delete(), check=False, retries=3, retry_on=[shell.NOT_GONE])
         if done.returncode == 0:
             say(f"deleted: {self.target.what}")
-        elif re.search(leftovers.GONE, done.stderr):
+        elif re.search(shell.GONE, done.stderr):
             say(f"there is no {self.target.what}")
         else:
-            raise TrainingError(refusals.message(f"{self.target.what} was not deleted", done.said))
+            raise TrainingError(shell.refusal(f"{self.target.what} was not deleted", done.said))
 
     def nodes_ready(self) -> bool:
         """Whether all nodes run; a queued resource can be ACTIVE while a node is being taken away or repaired."""
@@ -138,7 +137,7 @@ class Steps:
             done = self.commands.run(self.target.describe_node(node), check=False, retries=2, retry_on=_PASSING)
             if done.returncode == 0:
                 yield json.loads(done.stdout).get("state", "UNKNOWN")
-            elif re.search(leftovers.GONE, done.stderr):
+            elif re.search(shell.GONE, done.stderr):
                 yield "DELETING"
             else:
                 raise _unanswered(f"{node} cannot be looked at", done)
@@ -168,7 +167,7 @@ class Steps:
                 argv = ["gcloud", "storage", "cp", source, f"{url}/{name}", f"--project={self.target.project}"]
                 done = self.commands.run(argv, check=False, retries=3, retry_on=_PASSING)
                 if done.returncode != 0:
-                    raise ConfigError(refusals.message(f"{url} cannot be written", done.said))
+                    raise ConfigError(shell.refusal(f"{url} cannot be written", done.said))
         return url
 
     def uploaded(self, url: str) -> bool:
@@ -198,7 +197,7 @@ class Steps:
 
 def _unanswered(begin: str, done: Completed) -> TrainingError:
     kind = UnreachableError if re.search(_PASSING[0], done.stderr) else TrainingError
-    return kind(refusals.message(begin, done.said))
+    return kind(shell.refusal(begin, done.said))
 
 
 def bundle_url(root: str, name: str) -> str:

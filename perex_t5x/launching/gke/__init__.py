@@ -1,8 +1,1 @@
-"""JobSets on Google Kubernetes Engine."""
-
-
-def main(argv: list[str] | None = None) -> None:
-    """launch/gke.py; does not return."""
-    from perex_t5x.launching.gke import command
-
-    command.main(argv)
+"""JobSets on Google Kubernetes Engine: `launch/gke.py`."""

@@ -28,15 +28,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from absl import flags
+
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.launching import checks, names, program, request
-from perex_t5x.launching.gke import asking, collecting, create, logs, looking, options
-from perex_t5x.launching.gke import checks as cluster_checks
-from perex_t5x.launching.gke.cluster import Cluster, connected
-from perex_t5x.launching.gke.text import as_yaml
-from perex_t5x.launching.leftovers import Leftovers
+from perex_t5x.launching.gke import asking, collect, create, logs
+from perex_t5x.launching.gke.cluster import Cluster, State, connected, exit_codes, pod_phases, troubles, warnings
+from perex_t5x.launching.gke.logs import command
+from perex_t5x.launching.gke.manifest import as_yaml
 from perex_t5x.launching.request import Request
-from perex_t5x.launching.shell import Commands
+from perex_t5x.launching.shell import Commands, Leftovers, say
 
 # Seconds that a process waits for the others: nodes come up, and pull the image, minutes apart. Giving up is final.
 _PATIENCE = "3600"
@@ -46,8 +47,33 @@ _MOST_POLL_SECONDS = 3600
 def main(argv: Sequence[str] | None = None) -> None:
     """Does not return."""
     request.define_flags()
-    options.define_flags()
-    program.run(_main, __doc__, argv, module=options.__name__)
+    define_flags()
+    program.run(_main, __doc__, argv, module=__name__)
+
+
+def define_flags() -> None:
+    """On top of `request.define_flags`."""
+    flags.DEFINE_string("image", None, "The container, such as europe-docker.pkg.dev/PROJECT/perex/perex:TAG.")
+    flags.DEFINE_integer("jobsets", 1, "Share the runs of a sweep out over so many JobSets, which run side by side.")
+    flags.DEFINE_string("context", None, "kubectl's context; default: the current one.")
+    flags.DEFINE_string("namespace", "default", "The cluster's namespace.")
+    flags.DEFINE_string("queue", None, "Kueue's LocalQueue; on clusters made by xpk: multislice-queue.")
+    flags.DEFINE_string("priority", None, "PriorityClass of the pods; on clusters made by xpk: very-low to very-high.")
+    flags.DEFINE_string("service_account", None, "Kubernetes service account that may write to the bucket.")
+    flags.DEFINE_integer(
+        "chips_per_host", None, "Where the node pool is made of other machines than usual, such as v5e-8 of two hosts."
+    )
+    flags.DEFINE_integer("grace_seconds", 600, "How long a run has to save when it is stopped.")
+    flags.DEFINE_float("ttl_hours", 72, "A finished JobSet is deleted after so long, and with it the pods' logs.")
+    flags.DEFINE_bool(
+        "host_network", False, "Pods on the nodes' own network: faster between slices, without Workload Identity."
+    )
+    flags.DEFINE_bool(
+        "privileged", True, "Privileged containers, as xpk's; --noprivileged where the cluster forbids them."
+    )
+    flags.DEFINE_string("out", None, "For `manifest` the file, default stdout; for `collect` the folder.")
+    flags.DEFINE_bool("all", False, "For `stop`: every launch of the namespace.")
+    flags.DEFINE_float("poll_seconds", 10, "For following: how often the cluster is asked.")
 
 
 def _main(args: Any, words: list[str]) -> int:
@@ -74,7 +100,7 @@ def _main(args: Any, words: list[str]) -> int:
 def _launch(args: Any) -> int:
     asked, plans = _planned(args)
     cluster = _cluster(args)
-    cluster_checks.check(cluster, plans[0].shape)
+    create.check_cluster(cluster, plans[0].shape)
     try:
         former = create.check_free(cluster, plans)
         _check(asked, cluster, plans)
@@ -85,9 +111,9 @@ def _launch(args: Any) -> int:
         return _offer(e, cluster, asked, args)
 
 
-def _planned(args: Any) -> tuple[Request, list[options.Planned]]:
+def _planned(args: Any) -> tuple[Request, list[create.Planned]]:
     asked = _request(args)
-    return asked, options.planned(asked, args)
+    return asked, create.planned(asked, args)
 
 
 def _request(args: Any) -> Request:
@@ -97,7 +123,7 @@ def _request(args: Any) -> Request:
     return Request.from_flags(args).in_bucket()
 
 
-def _check(asked: Request, cluster: Cluster, plans: list[options.Planned]) -> None:
+def _check(asked: Request, cluster: Cluster, plans: list[create.Planned]) -> None:
     """What all launchers look at before they create anything, and the confirmation."""
     commands = cluster.commands
     _check_bucket(asked, commands)
@@ -123,7 +149,7 @@ def _check_bucket(asked: Request, commands: Commands) -> None:
     if project and project != "(unset)" and (commands.dry_run or shutil.which("gcloud")):
         checks.bucket(dataclasses.replace(asked, project=project), commands, must_see=False)
     elif not commands.dry_run:
-        checks.say("note: whether the bucket exists is not known: there is no gcloud here, or no --project.")
+        say("note: whether the bucket exists is not known: there is no gcloud here, or no --project.")
 
 
 def _offer(error: create.AlreadyRunningError, cluster: Cluster, asked: Request, args: Any) -> int:
@@ -131,9 +157,9 @@ def _offer(error: create.AlreadyRunningError, cluster: Cluster, asked: Request, 
     how = logs.command("follow", cluster, error.group)
     if not asked.yes and not sys.stdin.isatty():
         raise ConfigError(f"{error}\nTo follow it: {how}") from None
-    checks.say(str(error))
+    say(str(error))
     if not asked.yes and not asking.yes("Follow it? [y/N] "):
-        checks.say(f"nothing was created. To follow it: {how}")
+        say(f"nothing was created. To follow it: {how}")
         return 0
     return logs.follow(cluster, error.group, args.poll_seconds)
 
@@ -148,7 +174,7 @@ def _manifest(args: Any) -> int:
         Path(args.out).write_text(text, encoding="utf-8")
     except OSError as e:
         raise ConfigError(f"--out={args.out}: {e.strerror}") from e
-    checks.say(f"wrote {args.out}. To launch it: kubectl create {shlex.quote(f'--filename={args.out}')}")
+    say(f"wrote {args.out}. To launch it: kubectl create {shlex.quote(f'--filename={args.out}')}")
     return 0
 
 
@@ -157,7 +183,7 @@ def _follow(args: Any) -> int:
 
 
 def _status(args: Any) -> int:
-    return looking.status(_cluster(args), _name(args))
+    return show_status(_cluster(args), _name(args))
 
 
 def _collect(args: Any) -> int:
@@ -168,13 +194,13 @@ def _collect(args: Any) -> int:
         name, cluster = _name(args), _cluster(args)
         if args.dry_run:
             raise ConfigError("a dry run of `collect` needs the flags of the launch, --sweep or --gin_file too.")
-        work, commands = collecting.work_of(cluster, name), cluster.commands
-    collecting.collect(work, name, args.out or os.path.join("launches", name), commands)
+        work, commands = collect.work_of(cluster, name), cluster.commands
+    collect.collect(work, name, args.out or os.path.join("launches", name), commands)
     return 0
 
 
 def _list(args: Any) -> int:
-    return looking.show_all(_cluster(args))
+    return show_all(_cluster(args))
 
 
 def _stop(args: Any) -> int:
@@ -184,14 +210,12 @@ def _stop(args: Any) -> int:
     cluster = _cluster(args)
     found = [jobset["metadata"]["name"] for jobset in cluster.jobsets(group=group)]
     if not found and not args.dry_run:
-        checks.say(
-            f"no JobSets {f'of {group}' if group else 'of ours'} are there; what else belongs to them is deleted."
-        )
+        say(f"no JobSets {f'of {group}' if group else 'of ours'} are there; what else belongs to them is deleted.")
     if args.all and found and not args.yes:
         asking.require(f"Stop and delete {', '.join(found)}?")
     cluster.commands.run(cluster.delete_group(group), timeout=1800)
     if found:
-        checks.say(f"deleted {', '.join(found)}; pods that were running have --grace_seconds to save.")
+        say(f"deleted {', '.join(found)}; pods that were running have --grace_seconds to save.")
     return 0
 
 
@@ -203,3 +227,38 @@ def _name(args: Any) -> str:
     if args.name is None:
         raise ConfigError("which launch? Give its --name=...; those that are: ./launch/gke.py list")
     return names.check_name(args.name)
+
+
+def show_status(cluster: Cluster, group: str) -> int:
+    """Prints how far each JobSet of a launch is, its pods, why some do not come up, and the cluster's last warnings."""
+    found = [State.of(jobset) for jobset in cluster.jobsets(group=group)]
+    if cluster.commands.dry_run:
+        cluster.pods(group)
+        cluster.get("events")
+        return 0
+    if not found:
+        raise ConfigError(f"there is no launch {group} on the cluster. Those that are: ./launch/gke.py list")
+    events = cluster.get("events")
+    for state in found:
+        pods = cluster.pods(state.name)
+        print(f"{state.line}\n  pods: {pod_phases(pods)}")
+        if codes := sorted(set(exit_codes(pods)) - {0}):
+            print(f"  ended with exit status {', '.join(map(str, codes))}")
+        for words in troubles(pods):
+            print(f"  {words}")
+        for words in warnings(events, state.name):
+            print(f"  event: {words}")
+    print(f"to follow it: {command('follow', cluster, group)}\nto stop it: {command('stop', cluster, group)}")
+    return 0
+
+
+def show_all(cluster: Cluster) -> int:
+    """Prints every JobSet that launches have made in the namespace."""
+    found = [State.of(jobset) for jobset in cluster.jobsets()]
+    if cluster.commands.dry_run:
+        return 0
+    for state in sorted(found, key=lambda state: (state.group, state.name)):
+        print(f"{state.line}, launched as {state.group} at {state.created}")
+    if not found:
+        print(f"nothing of ours in the namespace {cluster.namespace} of {cluster.context}.")
+    return 0

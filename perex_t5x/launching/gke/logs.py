@@ -12,12 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.launching.gke import state as states
-from perex_t5x.launching.gke.cluster import Cluster
+from perex_t5x.launching.gke.cluster import FAILED, Cluster, State, exit_codes, first_pod, troubles
 from perex_t5x.launching.gke.manifest import CONTAINER
-from perex_t5x.launching.gke.state import State
-from perex_t5x.launching.leftovers import Leftovers
-from perex_t5x.launching.shell import CommandError, end
+from perex_t5x.launching.shell import CommandError, Leftovers, end
 
 EXIT_CONFIG, EXIT_SOME_FAILED = 2, 3
 _MOST_SILENT_POLLS = 30
@@ -133,11 +130,10 @@ def _follow(cluster: Cluster, group: str, poll_seconds: float, log: Log) -> int:
             _say(seen, gone, f"{gone}: deleted")
         last = found
         for state in found:
-            restarts = f", restarted {state.restarts} times" if state.restarts else ""
-            _say(seen, state.name, f"{state.name}: {state.phase}{restarts}{': ' if state.words else ''}{state.words}")
-        for words in states.troubles(pods):
+            _say(seen, state.name, state.line)
+        for words in troubles(pods):
             _say(seen, words, f"{watched.name}: {words}")
-        log.attend(states.first_pod(pods))
+        log.attend(first_pod(pods))
         if not open_:
             log.drain()
             return _finished(cluster, group, found)
@@ -152,11 +148,11 @@ def _say(seen: dict[str, str], subject: str, words: str) -> None:
 
 
 def _finished(cluster: Cluster, group: str, found: list[State]) -> int:
-    failed = [state for state in found if state.phase == states.FAILED]
+    failed = [state for state in found if state.phase == FAILED]
     if not failed:
         print(f"{group} is finished. {_how_to_delete(cluster, group)}", file=sys.stderr, flush=True)
         return 0
-    codes = {code for state in failed for code in states.exit_codes(cluster.pods(state.name))}
+    codes = {code for state in failed for code in exit_codes(cluster.pods(state.name))}
     if EXIT_CONFIG in codes:
         status, why = EXIT_CONFIG, "a slip in the configuration, see the log: starting again would end in the same way"
     elif EXIT_SOME_FAILED in codes:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
-from perex_t5x.launching.gke.files import MOUNTED_AT, config_map_name, mounted_items
-from perex_t5x.launching.gke.shape import REPLICATED_JOB, Shape
+import yaml
+
+from perex_t5x.errors import ConfigError
 
 API_VERSION = "jobset.x-k8s.io/v1alpha2"
 CONTAINER = "perex"
@@ -20,6 +24,118 @@ SPOT, RESERVATION = "cloud.google.com/gke-spot", "cloud.google.com/reservation-n
 FINAL_EXIT_CODES = (2, 3)
 # The TPU's driver locks memory, more than containers may by default.
 _RAISED = ("sh", "-c", 'ulimit -l 68719476736; exec "$@"', "sh")
+MOUNTED_AT = "/etc/perex"
+MOST_BYTES = 1 << 20  # Kubernetes refuses more in one ConfigMap
+LONGEST_NAME = 63
+MOST = 2**31 - 1  # of a number in a manifest: 32 bits
+REPLICATED_JOB = "slice"
+_DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_IMAGE = re.compile(r"[a-z0-9][a-zA-Z0-9._:/-]*(@sha256:[0-9a-f]{64})?")
+_SURELY_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One JobSet.
+
+    Attributes:
+      name: of the JobSet; its jobs, pods and hostnames begin with it.
+      group: the name of the launch, the same for all its JobSets.
+      run: fingerprint of the folder that is written to: the same for two launches of the same run.
+      launch: of this very launch; what it leaves behind is found by it.
+      image: of the container.
+      accelerator, topology: the labels of GKE's TPU nodes, such as tpu-v5-lite-podslice and 16x16.
+      hosts, chips_per_host: of one slice.
+      slices: how many slices work together.
+      queue: Kueue's LocalQueue; None without Kueue.
+      priority: a PriorityClass of the cluster.
+      service_account: the Kubernetes one the pods run as; with Workload Identity it may write to the bucket.
+      spot, reservation: which nodes are used.
+      max_restarts: of the whole JobSet, after preemptions and crashes.
+      grace_seconds: between the signal to stop and the kill; the run saves in them.
+      ttl_seconds: after which a finished JobSet is deleted by the cluster.
+      host_network: the pods use the nodes' own network: faster between slices, but without Workload Identity.
+      privileged: the container may lock memory as the TPU's driver wants; False: it gets only the right to ask for that.
+    """
+
+    name: str
+    group: str
+    run: str
+    launch: str
+    image: str
+    accelerator: str
+    topology: str
+    hosts: int
+    chips_per_host: int
+    slices: int = 1
+    namespace: str = "default"
+    queue: str | None = None
+    priority: str | None = None
+    service_account: str | None = None
+    spot: bool = False
+    reservation: str | None = None
+    max_restarts: int = 10
+    grace_seconds: int = 600
+    ttl_seconds: int = 3 * 24 * 3600
+    host_network: bool = False
+    privileged: bool = True
+
+    def __post_init__(self) -> None:
+        if slips := self._slips():
+            raise ConfigError("\n".join(slips))
+
+    def coordinator(self) -> str:
+        """The hostname of process 0 of slice 0, which JobSet's headless service makes known."""
+        return f"{self.name}-{REPLICATED_JOB}-0-0.{self.name}"
+
+    def longest_pod_name(self) -> str:
+        """With the five characters that Kubernetes appends."""
+        return f"{self.name}-{REPLICATED_JOB}-{self.slices - 1}-{self.hosts - 1}-abcde"
+
+    def _slips(self) -> list[str]:
+        """All at once."""
+        slips = []
+        if not _DNS_LABEL.fullmatch(self.name):
+            slips.append(f"--name={self.name!r}: only a-z, 0-9 and -, beginning with a letter.")
+        elif (excess := len(self.longest_pod_name()) - LONGEST_NAME) > 0:
+            slips.append(
+                f"--name={self.name}: {excess} characters too long, as pods would be called {self.longest_pod_name()!r}."
+            )
+        if not _IMAGE.fullmatch(self.image):
+            slips.append(
+                f"--image={self.image!r}: not an image; such as europe-docker.pkg.dev/PROJECT/perex/perex:TAG."
+            )
+        for flag, value in (("queue", self.queue), ("priority", self.priority), ("reservation", self.reservation)):
+            slips.extend(_name_slips(flag, value, LONGEST_NAME))
+        slips.extend(_name_slips("service_account", self.service_account, 253))
+        if not _NAMESPACE.fullmatch(self.namespace) or len(self.namespace) > LONGEST_NAME:
+            slips.append(f"--namespace={self.namespace!r}: only a-z, 0-9 and -, at most {LONGEST_NAME} characters.")
+        for flag, number, least in (
+            ("slices", self.slices, 1),
+            ("max_restarts", self.max_restarts, 0),
+            ("grace_seconds", self.grace_seconds, 1),
+            ("ttl_hours", self.ttl_seconds, 0),
+        ):
+            if not least <= number <= MOST:
+                slips.append(
+                    f"--{flag} is {number}; from {least} to {MOST}{' seconds' if flag == 'ttl_hours' else ''}."
+                )
+        if self.slices > 1 and self.hosts == 1:
+            slips.append(
+                f"--slices={self.slices} with {self.topology}, a slice of one host: GKE joins only slices of several "
+                "hosts. Take a larger topology, or --slices=1."
+            )
+        if self.spot and self.reservation:
+            slips.append("--spot and --reservation exclude each other.")
+        return slips
+
+
+def _name_slips(flag: str, value: str | None, longest: int) -> list[str]:
+    if value is None or (_DNS_SUBDOMAIN.fullmatch(value) and len(value) <= longest):
+        return []
+    return [f"--{flag}={value!r}: only a-z, 0-9, - and ., at most {longest} characters."]
 
 
 def jobset(shape: Shape, command: Sequence[str], paths: Sequence[str]) -> dict[str, Any]:
@@ -28,7 +144,7 @@ def jobset(shape: Shape, command: Sequence[str], paths: Sequence[str]) -> dict[s
     Args:
       shape: the plain values.
       command: what every pod runs. Nothing of the user's belongs here, as Kubernetes replaces $(NAME) in it.
-      paths: the files that the pods find under `files.MOUNTED_AT`.
+      paths: the files that the pods find under `MOUNTED_AT`.
     """
     queue = {QUEUE_LABEL: shape.queue} if shape.queue else {}
     return {
@@ -154,3 +270,94 @@ def _environment(shape: Shape) -> list[dict[str, Any]]:
             {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": shape.coordinator()},
         ]
     return environment
+
+
+def config_map_name(jobset: str, launch: str) -> str:
+    """Of one launch alone: what an earlier one of the same name has left must neither stand in the way nor be mounted.
+
+    >>> config_map_name("sqrt-lr", "00c0ffee")
+    'sqrt-lr-00c0ffee'
+    """
+    return f"{jobset}-{launch}"
+
+
+def config_map(
+    jobset: str,
+    launch: str,
+    namespace: str,
+    labels: Mapping[str, str],
+    files: Mapping[str, str],
+    owner: str | None = None,
+) -> dict[str, Any]:
+    """The ConfigMap that holds `files` (path -> text) for a JobSet.
+
+    Keys may not hold a slash, so they are numbered, and `mounted_items` puts each where it belongs.
+
+    Args:
+      jobset: name of the JobSet.
+      launch: the launch that makes both.
+      namespace: its namespace.
+      labels: the JobSet's own.
+      files: path under `MOUNTED_AT` -> text.
+      owner: uid of the JobSet, with which the ConfigMap is deleted; None in a manifest that is written out.
+    """
+    for path in files:
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise ConfigError(
+                f"the file {path!r} cannot travel to the cluster: a path below the working directory can."
+            )
+    size = sum(len(text.encode()) for text in files.values())
+    if size > MOST_BYTES - 16 * 1024:  # the rest for keys, labels and the JSON around them
+        largest = ", ".join(sorted(files, key=lambda path: -len(files[path]))[:3])
+        raise ConfigError(
+            f"the runs' descriptions and Gin files come to {size:,} bytes; Kubernetes takes {MOST_BYTES:,} in one "
+            f"ConfigMap. The largest: {largest}. Share the runs out with a larger --jobsets, launch a part of them with "
+            "--only=..., or build your Gin files into the image."
+        )
+    name = config_map_name(jobset, launch)
+    metadata: dict[str, Any] = {"name": name, "namespace": namespace, "labels": dict(labels)}
+    if owner:
+        metadata["ownerReferences"] = [{"apiVersion": API_VERSION, "kind": "JobSet", "name": jobset, "uid": owner}]
+    data = {_key(number): files[path] for number, path in enumerate(files)}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "data": data}
+
+
+def mounted_items(paths: Sequence[str]) -> list[dict[str, str]]:
+    """Which key of the ConfigMap becomes which file.
+
+    >>> mounted_items(["jobs.json", "gin/runs/mine.gin"])
+    [{'key': 'file-0', 'path': 'jobs.json'}, {'key': 'file-1', 'path': 'gin/runs/mine.gin'}]
+    """
+    return [{"key": _key(number), "path": path} for number, path in enumerate(paths)]
+
+
+def _key(number: int) -> str:
+    return f"file-{number}"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever could be taken for a number: PyYAML writes 1234e567 plainly, Kubernetes would read a float."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represented(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    plain = None if _SURELY_TEXT.fullmatch(text) else '"'
+    style = "|" if "\n" in text else plain
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represented)
+
+
+def as_yaml(objects: Iterable[dict[str, Any]]) -> str:
+    """Several objects as one file.
+
+    >>> print(as_yaml([{"kind": "JobSet", "run": "1234e567", "replicas": 2, "on": "true"}]), end="")
+    kind: JobSet
+    run: "1234e567"
+    replicas: 2
+    'on': 'true'
+    """
+    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True)

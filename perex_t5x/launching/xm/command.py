@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from absl import flags
 
+import perex_t5x
 from perex_t5x import cli
 from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.launching import program, request
-from perex_t5x.launching.xm import arguments
 
 EXECUTORS = ("local", "vertex", "gke")
 
@@ -29,7 +32,7 @@ def define_flags(argv: Sequence[str], usage: str | None = None) -> None:
     flags.DEFINE_string("repository", None, "With --executor=vertex: where an image of this checkout is put.")
     _define_gke_flags()
     program.show_in_help(usage, __name__)
-    arguments.define_dotted(argv)
+    define_dotted(argv)
     with contextlib.suppress(ImportError):  # said once it is needed
         from xmanager import xm, xm_flags  # noqa: F401  (they define --xm_...)
 
@@ -37,9 +40,9 @@ def define_flags(argv: Sequence[str], usage: str | None = None) -> None:
 def _define_gke_flags() -> None:
     """Those of launch/gke.py, to which --executor=gke hands them on; --image is one of them."""
     with contextlib.suppress(ImportError):
-        from perex_t5x.launching.gke import options
+        from perex_t5x.launching.gke import command as gke_command
 
-        options.define_flags()
+        gke_command.define_flags()
     if "image" not in flags.FLAGS:
         flags.DEFINE_string("image", None, "The container, such as europe-docker.pkg.dev/PROJECT/perex/perex:TAG.")
 
@@ -51,7 +54,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _launch() -> int:
-    words = arguments.reparsed()
+    words = reparsed()
     args = flags.FLAGS
     console.set_up(everything=args.alsologtostderr)
     if words:
@@ -79,9 +82,7 @@ def _vertex(args: Any) -> int:
 
 
 def _gke(args: Any) -> int:
-    from perex_t5x.launching.xm import handover
-
-    return handover.gke(args)
+    return hand_over_to_gke()
 
 
 _EXECUTORS = {"local": _local, "vertex": _vertex, "gke": _gke}
@@ -95,3 +96,94 @@ def run() -> None:
         app.run(main, argv=sys.argv, flags_parser=cli.parse_flags)
     except ConfigError as e:
         sys.exit(program.failed(e, cli.EXIT_CONFIG))
+
+
+_DOTTED = re.compile(r"--?((?:gin|sweep)\.[^=]+)(=|$)", re.DOTALL)
+
+
+def define_dotted(argv: Sequence[str]) -> None:
+    """Makes the dotted flags of a command line known to absl, each by its own name. `reparsed` gives them their meaning."""
+    for arg in argv:
+        match = _DOTTED.match(arg)
+        if match and match[1] not in flags.FLAGS:
+            flags.DEFINE_multi_string(match[1], [], "A binding.")
+
+
+def script_arguments(argv: Sequence[str]) -> list[str]:
+    """What of XManager's command line is for the script.
+
+    >>> script_arguments(["xmanager", "launch", "launch/xm_launch.py", "--", "--gin_file=a.gin"])
+    ['launch/xm_launch.py', '--gin_file=a.gin']
+    >>> script_arguments(["launch/xm_launch.py", "--gin_file=a.gin"])
+    ['launch/xm_launch.py', '--gin_file=a.gin']
+    """
+    script = next((i for i, arg in enumerate(argv) if arg.endswith(".py")), 0)
+    rest = list(argv[script + 1 :])
+    return [argv[script], *(rest[1:] if rest[:1] == ["--"] else rest)]
+
+
+def reparsed(argv: Sequence[str] | None = None) -> list[str]:
+    """Reads the flags anew with the dotted ones rewritten; returns the words that are no flags.
+
+    Raises:
+      ConfigError: --gin.NAME without a value.
+    """
+    from perex_t5x import gin_utils
+    from perex_t5x.experiments.sweep.command import rewritten
+
+    script, *given = script_arguments(sys.argv if argv is None else argv)
+    given = rewritten(gin_utils.rewrite_gin_args(given))
+    known = flags.FLAGS
+    xm_launch_script = known.xm_launch_script if "xm_launch_script" in known else None
+    known.unparse_flags()
+    words = known([script, *given])
+    if xm_launch_script:  # XManager's own, which it has put in
+        known.xm_launch_script = xm_launch_script
+    return words[1:]
+
+
+# Of launch/xm_launch.py alone.
+_OWN = ("executor", "parallel", "print_commands", "follow", "repository")
+
+
+def given(argv: Sequence[str] | None = None, without: Sequence[str] = ()) -> list[str]:
+    """The flags of the command line that the other launchers know, too, as they were written.
+
+    >>> given(["x.py", "--executor=gke", "--gin.A=1", "--parallel", "2", "--xm_upgrade_db", "--image=i"], without=["image"])
+    ['--gin.A=1']
+    """
+    rest = iter(script_arguments(sys.argv if argv is None else argv)[1:])
+    kept = []
+    for arg in rest:
+        name, _, value = arg.lstrip("-").partition("=")
+        bare = name.removeprefix("no")
+        if arg.startswith("-") and name.startswith("xm_"):  # XManager's own
+            continue
+        if not arg.startswith("-") or not {name, bare} & {*_OWN, *without}:
+            kept.append(arg)
+        elif not value and name in ("executor", "parallel", "image", "repository"):
+            next(rest, None)  # its value is the next argument
+    return kept
+
+
+def other_launchers(args: Any) -> str:
+    """The two commands that run on any TPU, with the user's own flags."""
+    image = [] if args.image else ["--image=HOST/PROJECT/REPOSITORY/NAME:TAG"]
+    gcloud = ["./launch/gcloud_tpu.py", *given(without=["image"])]
+    gke = ["./launch/gke.py", *given(), *image]
+    return f"  {shlex.join(gcloud)}\n  {shlex.join(gke)}"
+
+
+def hand_over_to_gke() -> int:
+    """Becomes launch/gke.py, which makes JobSets; does not return."""
+    script = Path(perex_t5x.__file__).resolve().parent.parent / "launch" / "gke.py"
+    if not script.is_file():
+        raise ConfigError(f"{script} is not there: launch from a checkout of perex_t5x.")
+    argv = [sys.executable, str(script), *given()]
+    print(
+        "XManager's Kubernetes executor cannot run TPU slices; going on with launch/gke.py, which it does not record.",
+        file=sys.stderr,
+        flush=True,
+    )
+    sys.stdout.flush()
+    os.execv(sys.executable, argv)

@@ -1,7 +1,8 @@
 """An XManager experiment on this machine whose work units are runs: `xm.Binary` on `xm_local.Local()`, no container.
 
-XManager's own records (by default ~/.xmanager/experiments.sqlite3) then hold the experiment with its title, and each work
-unit with its job: the run's name, process and settings. xmanager.json in the sweep's folder says which unit is which run.
+XManager's own records (by default ~/.xmanager/experiments.sqlite3) then hold the experiment with its title and its work
+units. Its local executor stores nothing about their jobs, so xmanager.json in the sweep's folder does: for each experiment
+which work unit is which run, with its process and settings.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from absl import logging
@@ -25,7 +26,7 @@ from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.experiments.sweep import directory as folders
 from perex_t5x.experiments.sweep import processes
 from perex_t5x.experiments.sweep.runs import Run
-from perex_t5x.launching.xm import records, unit
+from perex_t5x.launching.xm import unit
 
 
 def modules() -> tuple[Any, Any]:
@@ -92,7 +93,12 @@ class Experiment:
             launched = self._made.add(launch, args=settings(run))
         self._entry["work_units"][str(number)] = {"run": run.name, **settings(run)}
         self._write_record()
-        return UnitProcess(run, launched, status)
+
+        def started(pid: int) -> None:
+            self._entry["work_units"][str(number)] |= {"pid": pid, "started": _now()}
+            self._write_record()
+
+        return UnitProcess(run, launched, status, started)
 
     def _open(self) -> None:
         try:
@@ -109,11 +115,10 @@ class Experiment:
                 )
             ]
         )
-        started = time.strftime("%Y-%m-%d %H:%M:%S")
         self._entry = {
             "experiment_id": made.experiment_id,
             "title": self.title,
-            "started": started,
+            "started": _now(),
             "work_units": {},
         }
         logging.info("XManager experiment %d, %r", made.experiment_id, self.title)
@@ -144,10 +149,9 @@ class _WorkUnit(processes.Child):
 class UnitProcess:
     """What of `subprocess.Popen` the sweep needs, for the process of a work unit."""
 
-    def __init__(self, run: Run, launched: asyncio.Future, status: str):
+    def __init__(self, run: Run, launched: asyncio.Future, status: str, started: Callable[[int], None]):
         self.returncode: int | None = None
-        self._run, self._launched, self._status = run, launched, status
-        self._work_unit: Any = None
+        self._run, self._launched, self._status, self._started = run, launched, status, started
         self._ended: Any = None
         self._asked: int | None = None
         self._recorded = False
@@ -157,13 +161,12 @@ class UnitProcess:
             return self.returncode
         if self._ended is None:
             with _explained(self._run):
-                self._work_unit = self._launched.result()
-            waiting = self._work_unit.wait_until_complete()
+                waiting = self._launched.result().wait_until_complete()
             self._ended = asyncio.run_coroutine_threadsafe(waiting, self._launched.get_loop())
         pid = self._read().get("pid")
         if pid and not self._recorded:
             self._recorded = True
-            records.insert_local_job(self._work_unit, self._run.name, pid, settings(self._run))
+            self._started(pid)
         if pid and self._asked is not None:
             number, self._asked = self._asked, None
             with contextlib.suppress(ProcessLookupError):
@@ -197,6 +200,10 @@ def _explained(run: Run) -> Iterator[None]:
             f"XManager could not start {run.name}: {type(e).__name__}: {e}\nThe same command goes on with what is not "
             "finished."
         ) from e
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def settings(run: Run) -> dict[str, Any]:

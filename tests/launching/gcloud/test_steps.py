@@ -1,4 +1,4 @@
-"""launch/gcloud_tpu.py where gcloud, the network or a person gets in the way; see test_launching_gcloud.py."""
+"""launch/gcloud_tpu.py where gcloud, the network or a person gets in the way; see test_command.py."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching.gcloud import quota, resource, steps
 from perex_t5x.launching.shell import Commands
-from tests.launching.gcloud_support import Cloud, created, finished, killed_workers, scenario, there
+from tests.launching.gcloud.support import Cloud, created, finished, killed_workers, scenario, there
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from perex_t5x.errors import ConfigError
 from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching import bundle, checks
-from perex_t5x.launching.estimate import Estimate
+from perex_t5x.launching.checks import Estimate
 from perex_t5x.launching.request import Request
 from perex_t5x.launching.shell import Commands
 from perex_t5x.launching.spec import Job, Work

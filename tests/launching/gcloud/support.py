@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-STANDINS = Path(__file__).parent / "standins"
-ROOT = Path(__file__).parent.parent.parent
+STANDINS = Path(__file__).parent.parent / "standins"
+ROOT = Path(__file__).parents[3]
 
 
 class Cloud:

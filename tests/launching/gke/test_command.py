@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching.schemas.rules import problems
+from tests.launching.gke.schemas.rules import problems
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 FLAGS = ["--topology=v5e:16x16", "--image=registry/perex:1", "--poll_seconds=0.05"]
 READY = {"named": ["perex", "high"], "queues": ["multislice-queue"], "quota": {"google.com/tpu": 256}}
 
@@ -28,7 +28,7 @@ class Kubernetes:
     def __init__(self, folder: Path):
         self.folder = folder
         (folder / "bin").mkdir()
-        (folder / "bin" / "kubectl").symlink_to(HERE / "standins" / "kubectl")
+        (folder / "bin" / "kubectl").symlink_to(HERE.parent / "standins" / "kubectl")
         self.scenario()
 
     def scenario(self, **values) -> None:
@@ -46,7 +46,7 @@ class Kubernetes:
 
     def start(self, *argv: str, stdin: int = subprocess.DEVNULL, **environment: str) -> subprocess.Popen:
         return subprocess.Popen(
-            [sys.executable, str(HERE / "gke_driver.py"), *argv, *FLAGS],
+            [sys.executable, str(HERE / "driver.py"), *argv, *FLAGS],
             env=self.environment(**environment),
             cwd=self.folder,
             stdin=stdin,
@@ -547,7 +547,7 @@ def test_manifest_is_what_launch_creates(cluster):
 )
 def test_slips(cluster, argv, words):
     process = subprocess.run(
-        [sys.executable, str(HERE / "gke_driver.py"), *FLAGS, *argv],
+        [sys.executable, str(HERE / "driver.py"), *FLAGS, *argv],
         env=cluster.environment(),
         capture_output=True,
         text=True,
@@ -560,17 +560,18 @@ def test_slips(cluster, argv, words):
 
 def test_the_confirmation_shows_what_runs_side_by_side(monkeypatch, tmp_path, capsys):
     from perex_t5x.hardware.slices import Slice
-    from perex_t5x.launching import checks, estimate, spec
-    from perex_t5x.launching.gke import command, options
+    from perex_t5x.launching import checks, spec
+    from perex_t5x.launching.gke import command
     from perex_t5x.launching.gke.cluster import Cluster
-    from perex_t5x.launching.gke.shape import Shape
+    from perex_t5x.launching.gke.create import Planned
+    from perex_t5x.launching.gke.manifest import Shape
     from perex_t5x.launching.request import Request
     from perex_t5x.launching.shell import Commands
 
     asked = []
     monkeypatch.setattr(checks, "check_gin", lambda *_: asked.append("gin"))
     monkeypatch.setattr(checks, "bucket", lambda request, _, must_see: asked.append(request.project))
-    monkeypatch.setattr(checks, "preflight", lambda *_: estimate.Estimate(256, 1.0, 8.0))
+    monkeypatch.setattr(checks, "preflight", lambda *_: checks.Estimate(256, 1.0, 8.0))
     (tmp_path / "gcloud").write_text("#!/bin/sh\necho my-project-1\n")
     (tmp_path / "gcloud").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -581,7 +582,7 @@ def test_the_confirmation_shows_what_runs_side_by_side(monkeypatch, tmp_path, ca
         Shape(f"a-{n}", "a", "1", "2", "i:1", "tpu-v5-lite-podslice", "16x16", hosts=64, chips_per_host=4)
         for n in (0, 1)
     ]
-    command._check(request, Cluster(Commands(), context="here"), [options.Planned(shape, {}) for shape in shapes])
+    command._check(request, Cluster(Commands(), context="here"), [Planned(shape, {}) for shape in shapes])
     said = capsys.readouterr().err
     assert asked == ["my-project-1", "gin"]
     assert "2 JobSets side by side, each of 1 x 64 pods with 4 chips" in said

@@ -9,7 +9,7 @@ from typing import Any
 import pydantic
 from kubernetes.client.models.v1_config_map import V1ConfigMap
 
-from tests.launching.schemas.jobset import JobSet
+from tests.launching.gke.schemas.jobset import JobSet
 
 LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -21,11 +20,11 @@ pytest.importorskip("xmanager")
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.experiments.sweep.directory import Folder, InUseError
 from perex_t5x.experiments.sweep.runs import Result, Run
-from perex_t5x.launching.xm import following, records, single, unit
+from perex_t5x.launching.xm import local, unit
 from tests.experiments.sweep_support import plan
 from tests.experiments.test_sweep_processes import STAND_IN
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def xmanager(home, *arguments, python=False):
@@ -48,12 +47,13 @@ def xmanager(home, *arguments, python=False):
 
 
 def recorded(home):
-    """Titles of experiments, numbers of work units, and jobs as XManager's records have them."""
-    with sqlite3.connect(home / ".xmanager" / "experiments.sqlite3") as database:
-        titles = [row[0] for row in database.execute("SELECT experiment_title FROM experiment")]
-        units = [row[0] for row in database.execute("SELECT work_unit_id FROM work_unit ORDER BY work_unit_id")]
-        jobs = list(database.execute("SELECT job_name, job_data FROM job ORDER BY work_unit_id"))
-    return titles, units, jobs
+    """Titles of experiments and numbers of work units, as XManager's records have them."""
+    from xmanager.xm_local.storage import database
+
+    settings = database.sqlite_settings(str(home / ".xmanager" / "experiments.sqlite3"))
+    records = database.Database(database.SqliteConnector, settings)
+    found = [records.get_experiment(number) for number in records.list_experiment_ids()]
+    return [e.experiment_title for e in found], sorted(unit.work_unit_id for e in found for unit in e.work_units)
 
 
 def test_two_runs_of_a_sweep_through_xmanager(tmp_path):
@@ -85,12 +85,11 @@ def test_two_runs_of_a_sweep_through_xmanager(tmp_path):
     assert all(0 < float(r["eval_loss"]) < 10 for r in rows)
     assert [r["name"] for r in json.loads((folder / "sweep.json").read_text())["runs"]] == ["x1_s0", "x2_s0"]
     assert "step 4/4" in (folder / "runs" / "x1_s0" / "log.txt").read_text()
-    titles, units, jobs = recorded(tmp_path)
-    assert (titles, units) == (["learning_rate"], [1, 2])
-    assert [name for name, _ in jobs] == ["x1_s0", "x2_s0"]
-    assert "learning_rate=0.016" in jobs[1][1] and "seed=0" in jobs[1][1]
+    assert recorded(tmp_path) == (["learning_rate"], [1, 2])
     [experiment] = json.loads((folder / "xmanager.json").read_text())
-    assert experiment["work_units"]["2"]["run"] == "x2_s0"
+    units = experiment["work_units"]
+    assert [units[number]["run"] for number in ("1", "2")] == ["x1_s0", "x2_s0"]
+    assert (units["2"]["learning_rate"], units["2"]["seed"]) == (0.016, 0) and units["2"]["pid"] > 0
 
 
 @pytest.mark.parametrize(
@@ -154,18 +153,22 @@ def test_every_end_has_its_result(tmp_path, experiment):
     assert diverged.error == "diverged at step 5: the loss is nan"
     assert (killed.status, killed.final) == ("failed", False) and "SIGKILL" in killed.error
     assert "a slip of yours" in slipped.error and not slipped.final
-    titles, units, jobs = recorded(tmp_path)
-    assert titles == ["a title"] and units == [1, 2, 3, 4] and [name for name, _ in jobs] == ["s0", "s1", "s2", "s3"]
+    assert recorded(tmp_path) == (["a title"], [1, 2, 3, 4])
+    [entry] = json.loads((tmp_path / "sweep" / "xmanager.json").read_text())
+    assert [unit["run"] for unit in entry["work_units"].values()] == ["s0", "s1", "s2", "s3"]
+    assert len({unit["pid"] for unit in entry["work_units"].values()}) == 4
     assert not (tmp_path / "touched").exists(), "a shell has read an argument"
 
 
-def test_records_that_fail_in_the_middle_are_told(tmp_path, experiment):
+def test_records_that_fail_in_the_middle_are_told(tmp_path, experiment, monkeypatch):
+    from xmanager.xm_local.storage import database
+
+    def full(*_):
+        raise OSError("disk is full")
+
     with experiment:
         plan(seeds=[0]).run(str(tmp_path / "sweep"), child=experiment.child)
-        with sqlite3.connect(tmp_path / ".xmanager" / "experiments.sqlite3") as database:
-            database.execute(
-                "CREATE TRIGGER full BEFORE INSERT ON work_unit BEGIN SELECT RAISE(FAIL, 'disk is full'); END"
-            )
+        monkeypatch.setattr(database.Database, "insert_work_unit", full)
         with pytest.raises(TrainingError, match=r"(?s)could not start s3: .*disk is full.*same command goes on"):
             plan(seeds=[0, 3]).run(str(tmp_path / "sweep"), child=experiment.child)
 
@@ -219,7 +222,7 @@ def test_runs_end_with_a_launcher_that_was_killed(tmp_path):
 def test_a_sweep_that_runs_is_followed_to_its_end(tmp_path, monkeypatch):
     made, root = plan(seeds=[0, 1]), tmp_path / "sweep"
     kept = Folder(str(root))
-    monkeypatch.setattr(following, "_PERIOD", 0.02)
+    monkeypatch.setattr(local, "_PERIOD", 0.02)
     held, go_on = threading.Event(), threading.Event()
 
     def other(results):
@@ -244,22 +247,22 @@ def test_a_sweep_that_runs_is_followed_to_its_end(tmp_path, monkeypatch):
         running.start()
         assert held.wait(60)
         with pytest.raises(ConfigError, match="--follow"):  # not a terminal
-            following.instead(made, str(root), InUseError("busy.", "1"), follow=False)
+            local.follow_instead(made, str(root), InUseError("busy.", "1"), follow=False)
         if len(results) < 2:
             with pytest.raises(TrainingError, match="1 of 2 runs are finished"):
-                following.until_it_ends(made, str(root), Said())
+                local.follow_sweep(made, str(root), Said())
         else:
-            assert [r.status for r in following.until_it_ends(made, str(root), Said())] == ["done", "done"]
+            assert [r.status for r in local.follow_sweep(made, str(root), Said())] == ["done", "done"]
         running.join()
 
 
 @pytest.fixture
 def single_run(tmp_path, monkeypatch):
     """A run of five steps in `tmp_path`/run, its Gin files taken as read."""
-    run = single.SingleRun("run", {}, (), (), (), 8, None, 5, 0, 40, model_dir=str(tmp_path / "run"))
-    monkeypatch.setattr(single, "from_flags", lambda args: run)
-    monkeypatch.setattr(single, "_check", lambda run: None)
-    monkeypatch.setattr(following, "_PERIOD", 0.01)
+    run = local.SingleRun("run", {}, (), (), (), 8, None, 5, 0, 40, model_dir=str(tmp_path / "run"))
+    monkeypatch.setattr(local, "from_flags", lambda args: run)
+    monkeypatch.setattr(local, "_check", lambda run: None)
+    monkeypatch.setattr(local, "_PERIOD", 0.01)
     return run
 
 
@@ -267,7 +270,7 @@ def test_a_single_run_that_runs_is_not_started_again(single_run):
     args = SimpleNamespace(dry_run=False, name=None, follow=False)
     with Folder(single_run.model_dir).locked():
         with pytest.raises(ConfigError, match=rf"running already \(process {os.getpid()}\).*--follow.*log.txt"):
-            single.launch(args)
+            local.launch_single(args)
 
 
 @pytest.mark.parametrize("steps", [5, 3])
@@ -290,10 +293,10 @@ def test_a_single_run_that_runs_is_followed_to_its_end(single_run, capsys, steps
     thread.start()
     held.wait()
     if steps == 5:
-        assert single.launch(args) == 0
+        assert local.launch_single(args) == 0
     else:
         with pytest.raises(TrainingError, match="after 3 of 5 steps. The same command goes on"):
-            single.launch(args)
+            local.launch_single(args)
     thread.join()
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")] == [
         f"step {step}/5" for step in range(1, steps + 1)
@@ -313,8 +316,3 @@ def test_help_shows_a_launchers_own_flags(name, flag):
     argv = [sys.executable, str(ROOT / "launch" / name), "--help"]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True)
     assert f"  {flag}: " in done.stdout
-
-
-def test_settings_fit_the_column():
-    long = records.shortened({f"optax.adamw.b{i}": 0.9 for i in range(50)})
-    assert len(long) <= 180 and long.endswith("...")

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.launching.gke import files, manifest, text
-from perex_t5x.launching.gke.shape import Shape
-from tests.launching.schemas.rules import problems
+from perex_t5x.launching.gke import manifest
+from perex_t5x.launching.gke.manifest import Shape
+from tests.launching.gke.schemas.rules import problems
 
 COMMAND = ["python", "-m", "perex_t5x.launching.worker", "--jobs=/etc/perex/jobs.json"]
 PATHS = ["jobs.json", "gin/runs/mine.gin"]
@@ -53,7 +53,7 @@ def made(shape: Shape) -> dict:
 
 def made_map(shape: Shape, owner: str | None = None) -> dict:
     labels, texts = manifest.labels(shape), dict.fromkeys(PATHS, "x")
-    return files.config_map(shape.name, shape.launch, shape.namespace, labels, texts, owner)
+    return manifest.config_map(shape.name, shape.launch, shape.namespace, labels, texts, owner)
 
 
 def pod_of(jobset: dict) -> dict:
@@ -214,22 +214,22 @@ def test_all_slips_at_once():
 
 def test_files_arrive_where_they_belong():
     given = {"jobs.json": json.dumps([{"argv": ["--gin.X='$(touch /tmp/x)'"]}]), "gin/runs/mine.gin": "A = 1\n"}
-    config_map = files.config_map("sqrt-lr", "00c0ffee", "default", {}, given, "uid")
+    config_map = manifest.config_map("sqrt-lr", "00c0ffee", "default", {}, given, "uid")
     assert problems(config_map) == []
-    mounted = {item["path"]: config_map["data"][item["key"]] for item in files.mounted_items(list(given))}
+    mounted = {item["path"]: config_map["data"][item["key"]] for item in manifest.mounted_items(list(given))}
     assert mounted == given
     assert config_map["metadata"]["ownerReferences"][0]["uid"] == "uid"
 
 
 def test_too_many_files_are_refused_with_what_to_do():
     with pytest.raises(ConfigError, match=r"large\.gin.*--jobsets"):
-        files.config_map("a", "1", "default", {}, {"large.gin": "#" * (1 << 20), "jobs.json": "[]"})
+        manifest.config_map("a", "1", "default", {}, {"large.gin": "#" * (1 << 20), "jobs.json": "[]"})
     with pytest.raises(ConfigError, match="cannot travel"):
-        files.config_map("a", "1", "default", {}, {"../secret.gin": ""})
+        manifest.config_map("a", "1", "default", {}, {"../secret.gin": ""})
 
 
 def test_yaml_reads_back_as_it_was_meant():
-    objects = [made(SHAPES["all"]), files.config_map("a", "1", "b", {}, {"x": "a: 'b'\n# $(c)\n", "y": "1e5"})]
-    written = text.as_yaml(objects)
+    objects = [made(SHAPES["all"]), manifest.config_map("a", "1", "b", {}, {"x": "a: 'b'\n# $(c)\n", "y": "1e5"})]
+    written = manifest.as_yaml(objects)
     assert list(yaml.safe_load_all(written)) == objects
     assert 'perex-run: "1234e567"' in written  # plainly written, Kubernetes would read a float

@@ -11,10 +11,10 @@ from absl import flags
 from perex_t5x import gin_utils
 from perex_t5x.errors import ConfigError
 from perex_t5x.hardware.slices import Slice
-from perex_t5x.launching import bundle, gin_files, request
-from perex_t5x.launching.estimate import estimate
+from perex_t5x.launching import bundle, request
+from perex_t5x.launching.checks import estimate
 from perex_t5x.launching.shell import Commands
-from perex_t5x.launching.spec import Job, Work
+from perex_t5x.launching.spec import ExtraGinFiles, Job, Work
 
 
 def git(root, *arguments):
@@ -119,20 +119,20 @@ def test_gin_files_travel_with_what_they_include(tmp_path, monkeypatch):
     (tmp_path / "mine.gin").write_text("include 'parts/b.gin'\ninclude 'meshes/dp.gin'\n")
     (tmp_path / "lib" / "parts" / "b.gin").write_text("include 'parts/c.gin'\n")
     (tmp_path / "lib" / "parts" / "c.gin").write_text("C = 1\n")
-    travelling = gin_files.Travelling(["lib"])
-    assert travelling.add("models/nano.gin") == "models/nano.gin"
-    assert travelling.add(f"{gin_utils.shipped_gin_dir()}/models/nano.gin") == "models/nano.gin"
-    assert travelling.add("mine.gin") == "mine.gin"
-    assert sorted(travelling.found) == ["mine.gin", "parts/b.gin", "parts/c.gin"]
-    assert travelling.add(str(tmp_path / "mine.gin")) == "mine.gin"
+    extra = ExtraGinFiles(["lib"])
+    assert extra.add("models/nano.gin") == "models/nano.gin"
+    assert extra.add(f"{gin_utils.shipped_gin_dir()}/models/nano.gin") == "models/nano.gin"
+    assert extra.add("mine.gin") == "mine.gin"
+    assert sorted(extra.found) == ["mine.gin", "parts/b.gin", "parts/c.gin"]
+    assert extra.add(str(tmp_path / "mine.gin")) == "mine.gin"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.gin").write_text("")
     with pytest.raises(ConfigError, match="both travel as mine.gin"):
-        travelling.add(str(tmp_path / "other" / "mine.gin"))
+        extra.add(str(tmp_path / "other" / "mine.gin"))
     for path in (f"{tmp_path}/lib/parts/c.gin", f"{gin_utils.shipped_gin_dir()}/models/nano.gin"):
         (tmp_path / "bad.gin").write_text(f"include '{path}'\n")
         with pytest.raises(ConfigError, match="will not be found on another machine"):
-            travelling.add("bad.gin")
+            extra.add("bad.gin")
 
 
 @pytest.fixture

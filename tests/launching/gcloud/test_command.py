@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.launching.gcloud_support import ROOT, Cloud, finished, killed_workers, scenario, there
+from tests.launching.gcloud.support import ROOT, Cloud, finished, killed_workers, scenario, there
 
 PREEMPTS_ONCE = """
 if not os.path.exists(here + '/checkpoint_5/' + host):

@@ -14,8 +14,8 @@ pytest.importorskip("xmanager")
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.launching.shell import Commands
 from perex_t5x.launching.spec import Job, Work
-from perex_t5x.launching.xm import custom_jobs, experiment, handover, vertex
-from tests.launching.test_xm_local import xmanager
+from perex_t5x.launching.xm import command, experiment, vertex
+from tests.launching.xm.test_local import xmanager
 
 IMAGE = "europe-docker.pkg.dev/my-project/perex/perex:1ced5d4"
 RUN = ("--gin_file=models/nano.gin", "--gin_file=runs/pretrain.gin", "--gin_file=optimizers/adamw.gin")
@@ -76,8 +76,8 @@ def work(*names):
 
 def create(client, *names, title="a gs://bucket/a"):
     modules = experiment.modules()
-    made = custom_jobs.make(modules, work(*names), IMAGE, "tpu_v3")
-    return custom_jobs.create(modules[1], title, "gs://bucket/a", made, Commands(), "my-project")
+    made = vertex.make_jobs(modules, work(*names), IMAGE, "tpu_v3")
+    return vertex.create_jobs(modules[1], title, "gs://bucket/a", made, Commands(), "my-project")
 
 
 def test_a_custom_job_for_every_run(client, capsys):
@@ -104,7 +104,7 @@ def test_what_was_created_before_a_failure_is_cancelled(client, monkeypatch, cap
     monkeypatch.setattr(Commands, "run", lambda self, argv, **_: given.append(argv) or SimpleNamespace(returncode=0))
     with pytest.raises(TrainingError, match="quotas are exceeded"):
         create(client, "one", "two")
-    assert given == [tuple(custom_jobs.cancel_command("projects/1/locations/us-central1/customJobs/1"))]
+    assert given == [tuple(vertex.cancel_command("projects/1/locations/us-central1/customJobs/1"))]
 
 
 def test_ctrl_c_while_a_job_is_created_cancels_it_too(client, monkeypatch, capsys):
@@ -151,9 +151,11 @@ def test_the_command_names_the_way_out(tmp_path):
 
 def test_a_sweeps_name_is_made_to_fit_as_by_the_other_launchers(monkeypatch, capsys):
     made = Work("learning_rate", "gs://bucket/a", work("one").jobs, sweep={})
-    monkeypatch.setattr(vertex.jobs, "make", lambda args: made)
+    monkeypatch.setattr(vertex.spec, "make", lambda args: made)
     absent = dict.fromkeys(("name", "project", "spot", "reservation", "slices", "zone", "repository"))
-    args = SimpleNamespace(topology="v3-8", image=IMAGE, dry_run=True, with_package=[], yes=True, **absent)
+    args = SimpleNamespace(
+        topology="v3-8", image=IMAGE, dry_run=True, with_package=[], yes=True, skip_gin_check=False, **absent
+    )
     assert vertex.launch(args) == 0
     assert "name      learning-rate" in capsys.readouterr().err
 
@@ -181,10 +183,10 @@ def test_gke_is_handed_over(tmp_path, monkeypatch):
     script.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
     (tmp_path / "perex_t5x").mkdir()
     code = (
-        "import sys; from perex_t5x.launching.xm import handover; import perex_t5x;"
+        "import sys; from perex_t5x.launching.xm import command; import perex_t5x;"
         f"perex_t5x.__file__ = {str(tmp_path / 'perex_t5x' / '__init__.py')!r};"
         "sys.argv = ['xmanager', 'launch', 'xm_launch.py', '--', '--executor=gke', '--gin.A=$(x)', '--queue=q'];"
-        "handover.gke(None)"
+        "command.hand_over_to_gke()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 3 and done.stdout.strip() == "['--gin.A=$(x)', '--queue=q']"
@@ -192,4 +194,4 @@ def test_gke_is_handed_over(tmp_path, monkeypatch):
 
 def test_flags_that_are_not_handed_over():
     argv = ["xm_launch.py", "--executor", "gke", "--nofollow", "--yes", "--parallel=2", "--sweep.seeds=[0]"]
-    assert handover.given(argv) == ["--yes", "--sweep.seeds=[0]"]
+    assert command.given(argv) == ["--yes", "--sweep.seeds=[0]"]

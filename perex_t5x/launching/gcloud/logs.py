@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import IO
 
 from perex_t5x.errors import TrainingError
-from perex_t5x.launching.checks import say
 from perex_t5x.launching.gcloud import remote
 from perex_t5x.launching.gcloud.steps import Steps, UnreachableError
-from perex_t5x.launching.shell import end
+from perex_t5x.launching.shell import end, say
 
 PREEMPTED, DELETED, LOST, UNSTARTED = "preempted", "deleted", remote.LOST, "unstarted"
 _MOST_CONNECTIONS = 20  # in a row that bring nothing

@@ -8,8 +8,7 @@ import pytest
 
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.launching import program
-from perex_t5x.launching.leftovers import Leftovers
-from perex_t5x.launching.shell import CommandError, Commands
+from perex_t5x.launching.shell import CommandError, Commands, Leftovers
 
 
 def python(code):
