@@ -9,7 +9,7 @@ try:
 except ModuleNotFoundError:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from perex_t5x.launching import image
+from perex_t5x import cli
 
 if __name__ == "__main__":
-    image.main()
+    cli.run("perex_t5x.launching.image.main", flags="perex_t5x.launching.image.define_flags", extra="launch")

@@ -7,10 +7,8 @@ from pathlib import Path
 root = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(root), *(p for p in sys.path if Path(p or ".").resolve() != root / "launch")]
 
-try:
-    from perex_t5x.launching.gcloud import command
-except ModuleNotFoundError as e:
-    sys.exit(f"ERROR: {e}. Run this with the Python of an environment that has perex_t5x, such as .venv/bin/python.")
+from perex_t5x import cli  # noqa: E402
 
 if __name__ == "__main__":
-    command.main()
+    module = "perex_t5x.launching.gcloud.command"
+    cli.run(f"{module}.main", flags=f"{module}.define_flags", extra="launch", positional=True, messages=(OSError,))

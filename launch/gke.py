@@ -7,7 +7,8 @@ from pathlib import Path
 root = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(root), *(p for p in sys.path if Path(p or ".").resolve() != root / "launch")]
 
-from perex_t5x.launching.gke import command  # noqa: E402
+from perex_t5x import cli  # noqa: E402
 
 if __name__ == "__main__":
-    command.main()
+    module = "perex_t5x.launching.gke.command"
+    cli.run(f"{module}.main", flags=f"{module}.define_flags", extra="launch", positional=True, messages=(OSError,))

@@ -15,10 +15,13 @@ try:
 except ImportError:
     sys.path.append(str(Path(__file__).resolve().parent.parent))
 
+if __name__ == "__main__":
+    from perex_t5x import cli
+
+    module = "perex_t5x.launching.xm.command"
+    cli.run(f"{module}.launch", __doc__, flags=f"{module}.define_flags", extra="launch", messages=(OSError,))
+
 from perex_t5x.launching.xm import command
 
-command.define_flags(sys.argv, __doc__)
+command.define_for_xmanager(sys.argv, __doc__)
 main = command.main  # XManager calls it once it has read the flags
-
-if __name__ == "__main__":
-    command.run()

@@ -10,6 +10,11 @@ the examples' gradients the bare loop takes the plain gradient and `optax.adamw`
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from perex_t5x import cli  # see perex_t5x/train.py
+
+    cli.run_gin("perex_t5x.bench.benchmark", __doc__)
+
 import functools
 import json
 import resource
@@ -17,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -174,16 +179,3 @@ def _peak_memory(device: Any) -> int:
         return stats["peak_bytes_in_use"]
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    from perex_t5x import cli
-
-    cli.run(benchmark, __doc__, argv)
-
-
-if __name__ == "__main__":
-    from perex_t5x import bench as _this  # see perex_t5x/train.py
-
-    benchmark = _this.benchmark
-    _this.main()

@@ -1,29 +1,111 @@
-"""Errors a user can mend: the message says what was wrong, where, and what to do about it."""
+"""Errors that a user can fix, and the table of reasons and exit codes with which every command ends.
+
+The message says what was wrong, where, and what to do about it; the command line prints it without a stack trace. Machines
+read the exit code, or `status.json` (see `perex_t5x.cli.status`), never the message.
+"""
 
 from __future__ import annotations
 
 import difflib
+import enum
 from collections.abc import Iterable
 
 
-class ConfigError(ValueError):
-    """A slip in the configuration, found before the first compile where possible.
+class Reason(enum.StrEnum):
+    """Why a process ended. Each has its own exit code; `Reason.of_exit_code` is the way back.
 
-    The command line prints the message alone, without a stack trace, and exits with status 2.
+    >>> Reason.DIVERGED.exit_code, Reason.of_exit_code(5)
+    (5, <Reason.DIVERGED: 'diverged'>)
+    >>> Reason.of_exit_code(-9), Reason.of_exit_code(137)
+    (<Reason.KILLED: 'killed'>, <Reason.KILLED: 'killed'>)
     """
+
+    DONE = "done"
+    ERROR = "error"  # anything unexpected: a bug, a disk that fails, a device that fails
+    CONFIGURATION = "configuration"  # the configuration has to change first
+    SOME_FAILED = "some_failed"  # of several jobs: all have ended, some of them for good without success
+    BUSY = "busy"  # another process is already doing this
+    DIVERGED = "diverged"  # loss or parameters are not finite; the same run would diverge again
+    UNREACHABLE = "unreachable"  # processes did not find each other at the start
+    PEER_LOST = "peer_lost"  # another process of the run died, hangs or cannot be reached any more
+    NO_SPACE = "no_space"  # the disk or the quota is full
+    TIMEOUT = "timeout"  # a supervisor's time limit
+    INTERRUPTED = "interrupted"  # asked to stop, by Ctrl-C or SIGTERM
+    KILLED = "killed"  # by a signal; such a process leaves no status
+
+    @property
+    def exit_code(self) -> int:
+        return _EXIT_CODES[self]
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same command, started again, may get further without any change."""
+        return self in _RETRYABLE
+
+    @classmethod
+    def of_exit_code(cls, code: int) -> Reason:
+        """The reason behind an exit code, as `subprocess` (−9) or a shell (137) reports it."""
+        if code < 0 or (code > 128 and code != _EXIT_CODES[cls.INTERRUPTED]):
+            return cls.KILLED
+        return next((reason for reason, known in _EXIT_CODES.items() if known == code), cls.ERROR)
+
+
+_EXIT_CODES = {
+    Reason.DONE: 0,
+    Reason.ERROR: 1,
+    Reason.CONFIGURATION: 2,
+    Reason.SOME_FAILED: 3,
+    Reason.BUSY: 4,
+    Reason.DIVERGED: 5,
+    Reason.UNREACHABLE: 6,
+    Reason.PEER_LOST: 7,
+    Reason.NO_SPACE: 8,
+    Reason.TIMEOUT: 124,  # as of `timeout`(1)
+    Reason.INTERRUPTED: 130,  # as of a shell after Ctrl-C
+    Reason.KILLED: 137,  # of SIGKILL; other signals have 128 + their number
+}
+_RETRYABLE = frozenset({Reason.ERROR, Reason.UNREACHABLE, Reason.PEER_LOST, Reason.INTERRUPTED, Reason.KILLED})
+
+
+class ConfigError(ValueError):
+    """A configuration error, found before the first compile where possible."""
+
+    reason = Reason.CONFIGURATION
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on (non-finite loss, full disk); the message says what is saved."""
+    """A run that cannot continue; the message says what is saved."""
+
+    reason = Reason.ERROR
+
+
+class UnreachableError(TrainingError):
+    """The processes of a run did not find each other in time."""
+
+    reason = Reason.UNREACHABLE
+
+
+class PeerLostError(TrainingError):
+    """The processes of a run have lost each other."""
+
+    reason = Reason.PEER_LOST
+
+
+class NoSpaceError(TrainingError):
+    """The disk, or the quota on it, is full."""
+
+    reason = Reason.NO_SPACE
 
 
 class DivergedError(TrainingError):
-    """The loss or the parameters are not finite: the configuration's doing, so that another try would end alike.
+    """The loss or the parameters are not finite; the same configuration would diverge again.
 
     Attributes:
       step: at which it was seen.
       finding: what was seen, in short: 'the loss is nan'.
     """
+
+    reason = Reason.DIVERGED
 
     def __init__(self, message: str, step: int, finding: str):
         super().__init__(message)

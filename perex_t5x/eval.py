@@ -11,10 +11,10 @@ if __name__ == "__main__":
     # there is one `perex_t5x.eval`, the imported one, which Gin configures.
     from perex_t5x import cli
 
-    cli.run("perex_t5x.eval.evaluate", __doc__)
+    cli.run_gin("perex_t5x.eval.evaluate", __doc__)
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from etils import epath
@@ -77,9 +77,3 @@ def evaluate(
         written = epath.Path(output_dir) / "metrics.jsonl"
         written.write_text((written.read_text() if written.exists() else "") + "".join(lines))
     return results
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    from perex_t5x import cli
-
-    cli.run(evaluate, __doc__, argv)

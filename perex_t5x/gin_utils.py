@@ -25,7 +25,17 @@ from absl import logging
 from etils import epath
 from gin import config_parser
 
+from perex_t5x.cli.flags import rewrite_gin_args
 from perex_t5x.errors import ConfigError, did_you_mean
+
+__all__ = [
+    "BindingNames",
+    "find_file",
+    "parse_gin_flags",
+    "rewrite_gin_args",
+    "shipped_gin_dir",
+    "summarize_gin_config",
+]
 
 _REQUIRED = "gin.REQUIRED"
 _PLAIN_STRING = re.compile(r"[\w.~][\w./:~+=-]*|/[\w./:~+=-]*")
@@ -48,8 +58,8 @@ class _Scan:
     used: dict[str, str] = field(default_factory=dict)  # macro -> where it is first used
 
 
-class _Names(config_parser.ParserDelegate):
-    """Stands in for gin's objects while scanning: remembers macro names, builds nothing."""
+class BindingNames(config_parser.ParserDelegate):
+    """Stands in for gin's objects where statements are only read: remembers macro names, builds nothing."""
 
     def __init__(self) -> None:
         self.macros: list[str] = []
@@ -62,7 +72,8 @@ class _Names(config_parser.ParserDelegate):
         return f"%{macro_name}"
 
 
-def _find(filename: str, search_paths: Sequence[str], source: str) -> str:
+def find_file(filename: str, search_paths: Sequence[str], source: str) -> str:
+    """The path of a Gin file in the first of the folders that has it; `source` says in errors who asked for it."""
     candidates = [filename] if os.path.isabs(filename) else [os.path.join(p, filename) for p in search_paths]
     for candidate in candidates:
         if os.path.isfile(candidate):
@@ -77,7 +88,7 @@ def _find(filename: str, search_paths: Sequence[str], source: str) -> str:
 
 
 def _scan_statements(text: Any, where: str, search_paths: Sequence[str], scan: _Scan) -> None:
-    names = _Names()
+    names = BindingNames()
     try:
         for statement in config_parser.ConfigParser(text, names):
             location = getattr(statement, "location", None)
@@ -89,7 +100,7 @@ def _scan_statements(text: Any, where: str, search_paths: Sequence[str], scan: _
                     scan.imports[statement.format()] = name
                     scan.modules[name] = statement.module if whole else name
             elif isinstance(statement, config_parser.IncludeStatement):
-                _scan_file(_find(statement.filename, search_paths, place), search_paths, scan)
+                _scan_file(find_file(statement.filename, search_paths, place), search_paths, scan)
             elif isinstance(statement, config_parser.BindingStatement) and not statement.arg_name:
                 name = f"{statement.scope}/{statement.selector}" if statement.scope else statement.selector
                 scan.defined[name] = statement.value
@@ -117,7 +128,7 @@ def _quoted(binding: str) -> str:
             f"gin binding {binding!r} has no value: write --gin.NAME=VALUE, for instance --gin.TRAIN_STEPS=100."
         )
     try:
-        config_parser.ConfigParser(f"x = {value}", _Names()).parse_statement()
+        config_parser.ConfigParser(f"x = {value}", BindingNames()).parse_statement()
     except (SyntaxError, tokenize.TokenError):
         if not _PLAIN_STRING.fullmatch(value):
             raise ConfigError(
@@ -205,7 +216,7 @@ def _parse_binding(binding: str, scan: _Scan) -> None:
 @contextlib.contextmanager
 def _plain_files_only() -> Iterator[None]:
     """Gin also looks for an included file inside Python packages of its folder's name: a folder `runs` in the working
-    directory would do for one, and break it. Files are found by `_find`'s rules alone."""
+    directory would do for one, and break it. Files are found by `find_file`'s rules alone."""
     readers = gin.config._FILE_READERS
     gin.config._FILE_READERS = [(open, os.path.isfile)]
     try:
@@ -227,7 +238,7 @@ def parse_gin_flags(
     the nearest one), a required macro that is missing.
     """
     first = ["", *gin_search_paths, shipped_gin_dir()]
-    files = [_find(f, first, "--gin_file") for f in gin_files]
+    files = [find_file(f, first, "--gin_file") for f in gin_files]
     beside = [os.path.dirname(os.path.abspath(f)) for f in files]
     search_paths = list(dict.fromkeys(["", *gin_search_paths, *beside, shipped_gin_dir()]))
     bindings = [_quoted(b) for b in gin_bindings]
@@ -254,24 +265,6 @@ def parse_gin_flags(
         raise
     except (ValueError, NameError, AttributeError, ImportError, TypeError, OSError, SyntaxError) as e:
         raise _explain(e, scan) from e
-
-
-def rewrite_gin_args(args: Sequence[str]) -> list[str]:
-    """Rewrites `--gin.NAME=VALUE` to `--gin_bindings=NAME = VALUE`, as absl flags need it.
-
-    >>> rewrite_gin_args(["train", "--gin.TRAIN_STEPS=5", "--alsologtostderr"])
-    ['train', '--gin_bindings=TRAIN_STEPS = 5', '--alsologtostderr']
-    """
-    rewritten = []
-    for arg in args:
-        match = re.match(r"--?gin\.(.+)", arg, flags=re.DOTALL)
-        if match:
-            name, separator, value = match[1].partition("=")
-            if not separator:
-                raise ConfigError(f"{arg}: write --gin.NAME=VALUE, with an equals sign and no spaces.")
-            arg = f"--gin_bindings={name} = {value}"
-        rewritten.append(arg)
-    return rewritten
 
 
 def summarize_gin_config(model_dir: str, summary_writer: Any = None, step: int = 0) -> None:

@@ -12,12 +12,12 @@ if __name__ == "__main__":
     # there is one `perex_t5x.infer`, the imported one, which Gin configures.
     from perex_t5x import cli
 
-    cli.run("perex_t5x.infer.infer", __doc__)
+    cli.run_gin("perex_t5x.infer.infer", __doc__)
 
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -161,9 +161,3 @@ def _result(mode: str, result: Any, vocabulary: Any) -> dict[str, Any]:
     if mode == "predict_with_aux":
         row["score"] = float(score)
     return row
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    from perex_t5x import cli
-
-    cli.run(infer, __doc__, argv)

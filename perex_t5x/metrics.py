@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from perex_t5x import files
 from perex_t5x.errors import TrainingError
 from perex_t5x.hardware.chips import peak_flops
 
@@ -133,15 +134,13 @@ class MetricsWriter:
             self._path.write_text(earlier + text)
 
     def forget_after(self, step: int) -> None:
-        """Drops lines of steps after `step` from metrics.jsonl: a resumed run writes them anew."""
+        """Drops lines of steps after `step` from metrics.jsonl: a resumed run writes them again."""
         if not self._enabled or not self._path.exists():
             return
         lines = self._path.read_text().splitlines(keepends=True)
         kept = [line for line in lines if _step_of(line) <= step]
         if len(kept) < len(lines):
-            temporary = self._path.parent / "metrics.jsonl.tmp"
-            temporary.write_text("".join(kept))
-            temporary.replace(self._path)
+            files.write_atomically(self._path, "".join(kept))
 
     def close(self) -> None:
         for writer in self._writers.values():

@@ -135,7 +135,7 @@ What to try next
 
 
 def main() -> None:
-    from perex_t5x import cli, train
+    from perex_t5x import cli
 
     arguments = list(sys.argv[1:])
     if not any(a.startswith("--gin_file") for a in arguments):
@@ -146,7 +146,7 @@ def main() -> None:
         arguments.append(f"--gin.MODEL_DIR='{model_dir}'")
     print(f"Training a small language model on the source text of the Python standard library; it goes to {model_dir}.")
     try:
-        cli.run(train.train, __doc__, [sys.argv[0], *arguments])
+        cli.run_gin("perex_t5x.train.train", __doc__, [sys.argv[0], *arguments])
     except SystemExit as e:
         if e.code:
             raise

@@ -14,7 +14,7 @@ if __name__ == "__main__":
     # there is one `perex_t5x.train`, the imported one, which Gin configures.
     from perex_t5x import cli
 
-    cli.run("perex_t5x.train.train", __doc__)
+    cli.run_gin("perex_t5x.train.train", __doc__)
 
 import dataclasses
 import os
@@ -34,7 +34,6 @@ from perex_t5x.distributed import folder
 from perex_t5x.errors import ConfigError
 from perex_t5x.metrics import MetricsWriter
 from perex_t5x.partitioning import PjitPartitioner
-from perex_t5x.seeds import draw_seed
 from perex_t5x.trainer import Trainer, TrainState
 from perex_t5x.utils import CheckpointConfig, DatasetConfig, RestoreCheckpointConfig
 
@@ -259,7 +258,7 @@ class Training:
         args, setup, saved = self._args, self.setup, self._saved_run
         init_begun = time.monotonic()
         seed = saved.get("random_seed", args.random_seed)
-        seed = draw_seed() if seed is None else seed
+        seed = distributed.draw_seed() if seed is None else seed
         state = _initial_state(setup, programs.init, seed, self.source, self._restore_cfg)
         init_seconds = time.monotonic() - init_begun
         step_fn, compile_seconds = programs.step.result()
@@ -354,9 +353,3 @@ def _initial_state(
     base = setup.shapes if is_whole else init(jax.random.key(seed))
     logging.info("starting from %s (step %d)", source, restored.step)
     return checkpoints.merge(base, restored)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    from perex_t5x import cli
-
-    cli.run(train, __doc__, argv)

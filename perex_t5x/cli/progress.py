@@ -72,7 +72,7 @@ class Progress:
         self._last = now
         done = step - self._start
         left = (now - self._begun) / done * (self._total - step) if done else float("nan")
-        print(f"step {step}/{self._total}  {note}  ETA {_duration(left)}", file=self._stream, flush=True)
+        print(f"step {step}/{self._total}  {note}  ETA {duration(left)}", file=self._stream, flush=True)
 
 
 def _short(value: float) -> str:
@@ -86,7 +86,7 @@ def _short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if seconds != seconds:
         return "?"
     minutes, rest = divmod(int(seconds), 60)

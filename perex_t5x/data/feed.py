@@ -16,7 +16,6 @@ from perex_t5x import distributed
 from perex_t5x.data import lookup
 from perex_t5x.data.device_batches import EndOfData, Shardings
 from perex_t5x.errors import ConfigError
-from perex_t5x.seeds import draw_seed
 from perex_t5x.utils import FEEDS
 
 # A token in a packed row: two bytes as input and as target, one each for weight, segment and (up
@@ -162,7 +161,7 @@ def _order_seed(cfg: Any, saved_position: Mapping[str, Any] | None) -> int | Non
         return int(cfg.seed)
     if saved_position and saved_position.get("seed") is not None:
         return int(saved_position["seed"])
-    return draw_seed()
+    return distributed.draw_seed()
 
 
 def _task_source_bytes(task: Any, split: str, use_cached: bool) -> int | None:

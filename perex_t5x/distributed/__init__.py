@@ -1,7 +1,7 @@
 """Several processes: meeting at the start, being the same, failing and stopping together. See docs/multi_host.md.
 
     connect(...)                    before the first use of a device; alone: nothing
-    check_same("configuration", sameness.configuration_items())
+    check_same("configuration", consistency.configuration_items())
     doing("saving", patient=True)   what the main thread is about, for the watchdog
     from_process_0("seed", draw)    one process decides, all learn
     finish() or fail(...)           the end of all
@@ -11,25 +11,24 @@ Without other processes every function is a no-op, or does its work alone.
 
 from __future__ import annotations
 
-import signal
+import secrets
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from perex_t5x.distributed import aborts, consistency, process_info, rendezvous
+from perex_t5x.distributed import consistency, process_info, rendezvous
 from perex_t5x.distributed import store as store_lib
-from perex_t5x.distributed.group import Group
-from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.distributed.group import Group, abort_as_usual, on_abort
+from perex_t5x.errors import ConfigError, PeerLostError, Reason
 
 INITIALIZATION_TIMEOUT = 300
 HEARTBEAT_TIMEOUT = 100
 PHASE_TIMEOUT = 3600
 
 _group: Group | None = None
-_place: process_info.Place | None = None
+_info: process_info.ProcessInfo | None = None
 
 
 def connect(
@@ -41,20 +40,20 @@ def connect(
     initialization_timeout: int = INITIALIZATION_TIMEOUT,
     heartbeat_timeout: int = HEARTBEAT_TIMEOUT,
     phase_timeout: int = PHASE_TIMEOUT,
-) -> process_info.Place | None:
+) -> process_info.ProcessInfo | None:
     """Joins the other processes, if there are any, and starts to watch them. Before the first use of a device.
 
     Args:
-      coordinator_address, process_count, process_index: what the flags say; see `place.find` for the rest.
+      coordinator_address, process_count, process_index: what the flags say; see `process_info.find` for the rest.
       cluster_detection: 'auto', 'off', or a method of JAX's.
       initialization_timeout: seconds to wait for the others.
-      heartbeat_timeout: seconds after which a process that is silent, or stands still between steps, ends the run.
+      heartbeat_timeout: seconds after which a process that is silent, or makes no progress between steps, ends the run.
       phase_timeout: the same for one that is behind the others in compiling, restoring, evaluating or saving.
 
     Returns:
-      This process's place; None if it is alone.
+      Which process this is; None if it is alone.
     """
-    global _group, _place
+    global _group, _info
     seconds = {
         "--initialization_timeout": initialization_timeout,
         "--heartbeat_timeout": heartbeat_timeout,
@@ -63,24 +62,24 @@ def connect(
     for flag, value in seconds.items():
         if value < 1:
             raise ConfigError(f"{flag}={value}: give at least 1 second.")
-    where = process_info.find(
+    info = process_info.find(
         coordinator_address,
         process_count,
         process_index,
         detection=cluster_detection,
         timeout=initialization_timeout,
     )
-    if where is None:
+    if info is None:
         return None
-    hosts = rendezvous.meet(where, initialization_timeout)
+    hosts = rendezvous.meet(info, initialization_timeout)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     try:
         jax.distributed.initialize(
-            where.address,
-            where.count,
-            where.index,
-            local_device_ids=where.local_device_ids,
+            info.address,
+            info.count,
+            info.index,
+            local_device_ids=info.local_device_ids,
             cluster_detection_method="deactivate",
             initialization_timeout=initialization_timeout,
             # Later than our own watchdog, which says more.
@@ -88,33 +87,27 @@ def connect(
             shutdown_timeout_seconds=heartbeat_timeout,
         )
     except (RuntimeError, ValueError) as e:
-        raise ConfigError(
-            f"all {where.count} processes met at {where.address}, but JAX could not connect them: {e}. Did one of them end "
+        raise PeerLostError(
+            f"all {info.count} processes met at {info.address}, but JAX could not connect them: {e}. Did one of them end "
             "at once? Is a proxy set in the environment?"
         ) from e
-    _place = where
+    _info = info
     _group = Group(
-        store_lib.connected_store(), where.index, hosts, timeout=heartbeat_timeout, phase_timeout=phase_timeout
+        store_lib.connected_store(), info.index, hosts, timeout=heartbeat_timeout, phase_timeout=phase_timeout
     )
     _group.start()
-    aborts.on_abort(_explain_abort)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminated)
-    return where
-
-
-def _terminated(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt("asked to stop before training began")
+    on_abort(_explain_abort)
+    return info
 
 
 def _explain_abort() -> None:
     """Ends the process with our own words if JAX aborts it because process 0 is gone."""
-    if _group is None or _place is None:
+    if _group is None or _info is None:
         return
     try:
-        socket.create_connection((_place.host, _place.port), timeout=2.0).close()
+        socket.create_connection((_info.host, _info.port), timeout=2.0).close()
     except OSError:
-        _group._end(_group.coordinator_gone())
+        _group.end_without_coordinator()
 
 
 def group() -> Group | None:
@@ -158,6 +151,11 @@ def from_process_0(name: str, function: Callable[[], Any]) -> Any:
         return store.from_process_0(name, function, jax.process_index(), _patience())
 
 
+def draw_seed() -> int:
+    """A seed from the operating system, the same on every process."""
+    return from_process_0("seed", lambda: secrets.randbits(31))
+
+
 def check_same(topic: str, items: Mapping[str, str]) -> None:
     """Raises `ConfigError` in all processes, naming who differs in what, unless all call it with the same items."""
     if _group is not None:
@@ -168,7 +166,7 @@ def check_same(topic: str, items: Mapping[str, str]) -> None:
 def failing(error: BaseException) -> None:
     """Tells the watchdog that this process is about to end with an error; cleaning up may hang on the others."""
     if _group is not None:
-        _group.failing(_first_line(error), 2 if isinstance(error, ConfigError) else 1)
+        _group.failing(_first_line(error), getattr(error, "reason", Reason.ERROR))
 
 
 def stop_together() -> bool:
@@ -179,12 +177,12 @@ def stop_together() -> bool:
     return True
 
 
-def fail(message: str, status: int, *, error: BaseException | None = None, shown: str | None = None) -> None:
-    """Ends this process with a status, and all others with it; alone: returns.
+def fail(message: str, reason: Reason, *, error: BaseException | None = None, shown: str | None = None) -> None:
+    """Ends this process for a reason, and all others with it; alone: returns.
 
     Args:
       message: what the others say of it.
-      status: the exit status, of all.
+      reason: with which all of them end.
       error: if it may come of another process's end, what that process says is waited for first.
       shown: what is printed here.
     """
@@ -192,7 +190,7 @@ def fail(message: str, status: int, *, error: BaseException | None = None, shown
         return
     if error is not None and _may_come_of_others(error):
         _group.wait_for_verdict()
-    _group.leave(message, status, shown)
+    _group.leave(message, reason, shown)
 
 
 def finish() -> None:
@@ -204,7 +202,7 @@ def finish() -> None:
     barrier("finished")
     _group.close()
     _group = None
-    aborts.as_usual()
+    abort_as_usual()
     jax.distributed.shutdown()
 
 
@@ -223,7 +221,7 @@ class _explained:  # noqa: N801 (used as a statement)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, TimeoutError):
-            raise TrainingError(
+            raise PeerLostError(
                 f"the processes lost each other at {self._name!r}: {error} (--phase_timeout)."
             ) from error
 
@@ -248,13 +246,14 @@ __all__ = [
     "barrier",
     "check_same",
     "connect",
+    "consistency",
     "doing",
+    "draw_seed",
     "fail",
     "failing",
     "finish",
     "from_process_0",
     "group",
     "is_writer",
-    "sameness",
     "stop_together",
 ]

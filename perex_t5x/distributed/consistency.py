@@ -26,7 +26,7 @@ def configuration_items() -> dict[str, str]:
 
     items = {}
     text = gin.config_str(max_line_length=120)
-    for statement in config_parser.ConfigParser(text, gin_utils._Names()):
+    for statement in config_parser.ConfigParser(text, gin_utils.BindingNames()):
         if isinstance(statement, config_parser.BindingStatement):
             scope = f"{statement.scope}/" if statement.scope else ""
             argument = f".{statement.arg_name}" if statement.arg_name else ""

@@ -19,7 +19,7 @@ _VARIABLES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """This process among the others.
 
     Attributes:
@@ -54,8 +54,8 @@ def find(
     timeout: int = 300,
     environ: Mapping[str, str] = os.environ,
     detect: Callable[..., tuple[Any, ...]] = store.detect_cluster,
-) -> Place | None:
-    """Where this process stands; None if it is alone.
+) -> ProcessInfo | None:
+    """Which process of a run this is; None if it is alone.
 
     A flag comes before the environment, and the environment before the cluster.
 
@@ -94,10 +94,10 @@ def find(
     if missing:
         had = [f"{s} = {x}" for s, x in zip(sources, given, strict=True) if x is not None]
         raise ConfigError(
-            f"{_FLAGS[0]}, {_FLAGS[1]} and {_FLAGS[2]} go together: give all three. Given: {', '.join(had)}; missing: "
+            f"{_FLAGS[0]}, {_FLAGS[1]} and {_FLAGS[2]} belong together: give all three. Given: {', '.join(had)}; missing: "
             f"{', '.join(missing)}."
         )
-    return _checked(Place(str(given[0]), given[1], given[2], way, ids), sources)
+    return _checked(ProcessInfo(str(given[0]), given[1], given[2], way, ids), sources)
 
 
 def _whole_number(name: str, text: str) -> int:
@@ -117,14 +117,14 @@ def _detected(detect: Callable[..., tuple[Any, ...]], detection: str, timeout: i
         ) from e
 
 
-def _checked(place: Place, sources: list[str]) -> Place:
-    host, _, port = place.address.rpartition(":")
+def _checked(info: ProcessInfo, sources: list[str]) -> ProcessInfo:
+    host, _, port = info.address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{sources[0]} = {place.address!r}: write HOST:PORT of process 0, such as 10.0.0.1:8476.")
-    if place.count < 1:
-        raise ConfigError(f"{sources[1]} = {place.count}: there is at least one process.")
-    if not 0 <= place.index < place.count:
+        raise ConfigError(f"{sources[0]} = {info.address!r}: write HOST:PORT of process 0, such as 10.0.0.1:8476.")
+    if info.count < 1:
+        raise ConfigError(f"{sources[1]} = {info.count}: there is at least one process.")
+    if not 0 <= info.index < info.count:
         raise ConfigError(
-            f"{sources[2]} = {place.index} with {sources[1]} = {place.count}: indices go from 0 to {place.count - 1}."
+            f"{sources[2]} = {info.index} with {sources[1]} = {info.count}: indices go from 0 to {info.count - 1}."
         )
-    return place
+    return info

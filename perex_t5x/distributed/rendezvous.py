@@ -14,17 +14,22 @@ import socket
 import time
 from typing import Any
 
-from perex_t5x.distributed.process_info import Place
-from perex_t5x.errors import ConfigError
+from perex_t5x.distributed.process_info import ProcessInfo
+from perex_t5x.errors import ConfigError, Reason, TrainingError, UnreachableError
 
 _GREETING = "perex_t5x rendezvous 1"
 _LONGEST = 1 << 20
 _RETRY_SECONDS = 0.2
 
 
-def meet(place: Place, timeout: float) -> list[str]:
-    """Waits for all processes; returns their hosts by index. Raises `ConfigError` with the same reason in all of them."""
-    return _receive(place, timeout) if place.index == 0 else _call(place, timeout)
+def meet(info: ProcessInfo, timeout: float) -> list[str]:
+    """Waits for all processes; returns their hosts by index.
+
+    Raises, with the same message in all of them:
+      ConfigError: they were started with indices or counts that do not fit.
+      UnreachableError: some did not come, or lost their way, in time; another attempt may succeed.
+    """
+    return _receive(info, timeout) if info.index == 0 else _call(info, timeout)
 
 
 # --- process 0 --------------------------------------------------------------------------------------------------------
@@ -37,22 +42,22 @@ class _Caller:
     hello: dict[str, Any] | None = None
 
 
-def _receive(place: Place, timeout: float) -> list[str]:
+def _receive(info: ProcessInfo, timeout: float) -> list[str]:
     deadline = time.monotonic() + timeout
     callers: dict[int, _Caller] = {}  # by file descriptor
-    own = _hello(place)
-    with _listen(place) as listener, selectors.DefaultSelector() as selector:
+    own = _hello(info)
+    with _listen(info) as listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         try:
             while True:
                 known = {0: own} | {c.hello["index"]: c.hello for c in callers.values() if c.hello}
-                if len(known) == place.count:
-                    hosts = [known[i]["host"] for i in range(place.count)]
+                if len(known) == info.count:
+                    hosts = [known[i]["host"] for i in range(info.count)]
                     _answer(callers, {"hosts": hosts})
                     return hosts
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise ConfigError(_missing(place, known, timeout))
+                    raise UnreachableError(_missing(info, known, timeout))
                 for key, _ in selector.select(min(left, 1.0)):
                     if key.fileobj is listener:
                         connection, _ = listener.accept()
@@ -61,31 +66,31 @@ def _receive(place: Place, timeout: float) -> list[str]:
                         selector.register(connection, selectors.EVENT_READ)
                         continue
                     caller = callers[key.fd]
-                    if not _read(caller):  # it left again, or is none of ours
+                    if not _read(caller):  # it left again, or is not one of ours
                         selector.unregister(caller.connection)
                         caller.connection.close()
                         del callers[key.fd]
                 _check(own, [c.hello for c in callers.values() if c.hello])
-        except ConfigError as e:
-            _answer(callers, {"error": str(e)})
+        except (ConfigError, UnreachableError) as e:
+            _answer(callers, {"error": str(e), "reason": e.reason})
             raise
         finally:
             for caller in callers.values():
                 caller.connection.close()
 
 
-def _listen(place: Place) -> socket.socket:
+def _listen(info: ProcessInfo) -> socket.socket:
     try:
         return socket.create_server(
-            ("", place.port),
+            ("", info.port),
             family=socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET,
             dualstack_ipv6=socket.has_dualstack_ipv6(),
             backlog=1024,
         )
     except OSError as e:
         raise ConfigError(
-            f"process 0 cannot listen at port {place.port} of {socket.gethostname()} (coordinator address "
-            f"{place.address}): {e.strerror}. Another run uses it, or another process on this host also has "
+            f"process 0 cannot listen at port {info.port} of {socket.gethostname()} (coordinator address "
+            f"{info.address}): {e.strerror}. Another run uses it, or another process on this host also has "
             "--process_index=0: choose another port, or give every process its own index."
         ) from e
 
@@ -125,13 +130,13 @@ def _check(own: dict[str, Any], others: list[dict[str, Any]]) -> None:
         seen[hello["index"]] = hello
 
 
-def _missing(place: Place, known: dict[int, dict[str, Any]], timeout: float) -> str:
-    missing = [i for i in range(place.count) if i not in known]
+def _missing(info: ProcessInfo, known: dict[int, dict[str, Any]], timeout: float) -> str:
+    missing = [i for i in range(info.count) if i not in known]
     shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
     return (
-        f"only {len(known)} of {place.count} processes came within {timeout:g} s (--initialization_timeout); missing: "
+        f"only {len(known)} of {info.count} processes came within {timeout:g} s (--initialization_timeout); missing: "
         f"process {shown}. Here: {', '.join(_name(known[i]) for i in sorted(known)[:8])}. Were all of them started, with "
-        f"--process_count={place.count}, and can they reach {place.address}?"
+        f"--process_count={info.count}, and can they reach {info.address}?"
     )
 
 
@@ -150,14 +155,14 @@ def _answer(callers: dict[int, _Caller], verdict: dict[str, Any]) -> None:
 # --- the others -------------------------------------------------------------------------------------------------------
 
 
-def _call(place: Place, timeout: float) -> list[str]:
+def _call(info: ProcessInfo, timeout: float) -> list[str]:
     deadline = time.monotonic() + timeout
     reason = "no attempt was made"
     met = False
     while (left := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection((place.host, place.port), timeout=min(left, 10.0)) as connection:
-                connection.sendall(json.dumps(_hello(place)).encode() + b"\n")
+            with socket.create_connection((info.host, info.port), timeout=min(left, 10.0)) as connection:
+                connection.sendall(json.dumps(_hello(info)).encode() + b"\n")
                 met = True
                 # Process 0 keeps the time; a little longer, so that its answer is the one that counts.
                 connection.settimeout(max(deadline - time.monotonic(), 0) + 10.0)
@@ -173,19 +178,25 @@ def _call(place: Place, timeout: float) -> list[str]:
         verdict = _decoded(answer)
         if verdict is None or verdict.get("greeting") != _GREETING:
             raise ConfigError(
-                f"something else answers at the coordinator address {place.address}: another program, or a run that has "
-                "already begun without this process. Choose another port, or start all processes anew."
+                f"something else answers at the coordinator address {info.address}: another program, or a run that has "
+                "already begun without this process. Choose another port, or restart all processes."
             )
         if "error" in verdict:
-            raise ConfigError(verdict["error"])
-        _wait_for_service(place, deadline)
+            raise _error(verdict)
+        _wait_for_service(info, deadline)
         return verdict["hosts"]
-    lost = "lost the connection" if met else "found no way"
-    raise ConfigError(
-        f"process {place.index} {lost} to the coordinator (process 0) at {place.address} within {timeout:g} s "
+    lost = "lost the connection" if met else "cannot connect"
+    raise UnreachableError(
+        f"process {info.index} {lost} to the coordinator (process 0) at {info.address} within {timeout:g} s "
         f"(--initialization_timeout): {reason}. Is process 0 running, is this its address, is the port open in the "
         "firewall?"
     )
+
+
+def _error(verdict: dict[str, Any]) -> ConfigError | TrainingError:
+    """What process 0 has raised."""
+    kind = UnreachableError if verdict.get("reason") == Reason.UNREACHABLE else ConfigError
+    return kind(verdict["error"])
 
 
 def _line(connection: socket.socket) -> bytes:
@@ -198,18 +209,18 @@ def _line(connection: socket.socket) -> bytes:
     return text
 
 
-def _wait_for_service(place: Place, deadline: float) -> None:
+def _wait_for_service(info: ProcessInfo, deadline: float) -> None:
     """Until JAX's service has taken the port: its client, refused at first, would pause for a second."""
     while time.monotonic() < deadline:
         try:
-            socket.create_connection((place.host, place.port), timeout=1.0).close()
+            socket.create_connection((info.host, info.port), timeout=1.0).close()
             return
         except OSError:
             time.sleep(0.02)
 
 
-def _hello(place: Place) -> dict[str, Any]:
-    who = {"index": place.index, "count": place.count, "host": socket.gethostname(), "pid": os.getpid()}
+def _hello(info: ProcessInfo) -> dict[str, Any]:
+    who = {"index": info.index, "count": info.count, "host": socket.gethostname(), "pid": os.getpid()}
     return {"greeting": _GREETING, **who}
 
 

@@ -1,4 +1,4 @@
-"""Who is silent, and who stands still while the others wait: decided from the processes' beats as they come."""
+"""Which process is silent, or makes no progress while the others wait: decided from the processes' heartbeats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-# Once a collective has failed somewhere a process has probably died: then so much silence is enough to know which.
+from perex_t5x.errors import Reason
+
+# Once a collective has failed somewhere a process has probably died: then this much silence is enough to know which.
 TROUBLE_SECONDS = 5.0
 _RESUME = "All processes stop. The same command resumes from the newest whole checkpoint."
 
@@ -45,13 +47,13 @@ class Verdict:
     Attributes:
       process: the one because of which.
       text: the message.
-      status: exit status of all.
+      reason: with which all of them end.
       answers: whether that process can still be expected to hear of it.
     """
 
     process: int
     text: str
-    status: int = 1
+    reason: Reason = Reason.PEER_LOST
     answers: bool = True
 
     def to_json(self) -> str:
@@ -59,12 +61,13 @@ class Verdict:
 
     @classmethod
     def from_json(cls, text: str) -> Verdict:
-        return cls(**json.loads(text))
+        value = json.loads(text)
+        return cls(**{**value, "reason": Reason(value["reason"])})
 
 
-def stopped(process: int, host: str, message: str, status: int) -> Verdict:
+def stopped(process: int, host: str, message: str, reason: Reason) -> Verdict:
     """A process that ended with an error of its own."""
-    return Verdict(process, f"process {process} ({host}) stopped: {message}", status)
+    return Verdict(process, f"process {process} ({host}) stopped: {message}", reason)
 
 
 def silent(process: int, host: str, seconds: float) -> Verdict:
@@ -78,21 +81,21 @@ def silent(process: int, host: str, seconds: float) -> Verdict:
 
 
 def vanished(process: int, host: str) -> Verdict:
-    """A process whose connection was closed without a word."""
+    """A process whose connection was closed without a message."""
     return Verdict(
         process,
-        f"process {process} ({host}), the coordinator, has ended without a word: it was killed, or its own log says why. "
+        f"process {process} ({host}), the coordinator, has ended without a message: it was killed, or its own log says why. "
         f"{_RESUME}",
         answers=False,
     )
 
 
-def still(process: int, host: str, seconds: float, doing: str) -> Verdict:
-    """A process whose main thread does not go on."""
+def stuck(process: int, host: str, seconds: float, doing: str) -> Verdict:
+    """A process whose main thread makes no progress."""
     return Verdict(
         process,
-        f"process {process} ({host}) stands still: for {seconds:.0f} s it has been {doing}, and the others wait for it. "
-        f"{_RESUME}",
+        f"process {process} ({host}) makes no progress: for {seconds:.0f} s it has been {doing}, and the others wait for "
+        f"it. {_RESUME}",
     )
 
 
@@ -103,12 +106,12 @@ class _Record:
     behind: float | None = None  # since when it has been behind the foremost without a change
 
 
-class Judge:
+class Watchdog:
     """Looks at all processes' beats as they come.
 
     Args:
       hosts: of all processes, by index.
-      timeout: seconds of silence after which a process is taken for dead, and of standing still between steps.
+      timeout: seconds of silence after which a process is taken for dead, and without progress between steps.
       phase_timeout: seconds that a process may be behind the others in something that may take long.
       now: the time, in seconds; every call gives it.
       silence_of: the processes whose silence counts.
@@ -140,9 +143,9 @@ class Judge:
         for i in self._silence_of:
             if now - self._records[i].heard > allowed:
                 return silent(i, self._hosts[i], now - self._records[i].heard)
-        return self._standing_still(now)
+        return self._without_progress(now)
 
-    def _standing_still(self, now: float) -> Verdict | None:
+    def _without_progress(self, now: float) -> Verdict | None:
         marks = {i: r.beat.mark for i, r in self._records.items()}
         foremost = max(marks.values())
         for i in sorted(marks, key=lambda i: (marks[i], i)):
@@ -154,5 +157,5 @@ class Judge:
                 record.behind = now
             waited = now - record.behind
             if waited > (self._phase_timeout if record.beat.patient else self._timeout):
-                return still(i, self._hosts[i], waited, record.beat.doing)
+                return stuck(i, self._hosts[i], waited, record.beat.doing)
         return None

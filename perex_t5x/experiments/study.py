@@ -13,27 +13,23 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
 from typing import Any
 
-from absl import flags
-
 from perex_t5x import cli
-from perex_t5x.cli import console
-from perex_t5x.errors import ConfigError
+from perex_t5x.cli import flags as cli_flags
+from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.experiments.sweep import Sweep, command
-from perex_t5x.experiments.sweep.directory import write_atomically
 from perex_t5x.experiments.sweep.runs import FAILED, absolute
+from perex_t5x.files import write_atomically
 
 _QUICK_EXTENSIONS = 1
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Does not return. Exit status: 0 all runs finished; 1 some failed other than by diverging; 2 a slip; 130 stopped."""
-    from perex_t5x.preflight import command as preflight_command
+def define_flags() -> None:
+    from absl import flags
 
-    cli.define_flags()
-    flags.DEFINE_string("study", None, "The study's name; also as the first argument.")
+    cli_flags.define_training_flags()
+    flags.DEFINE_string("study", None, "The study's name; also as the only argument that is not a flag.")
     flags.DEFINE_multi_string("sweep_bindings", [], "'seeds = [0]' in place of the file's. Shorter: --sweep.seeds=[0].")
     flags.DEFINE_string("dir", None, "The study's folder; default studies/NAME, with --quick studies/NAME_quick.")
     flags.DEFINE_bool("quick", False, "A version of at most two minutes, to see whether everything works.")
@@ -44,27 +40,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         None,
         "How often a grid of rates is extended whose best lies on its edge; default 4, with --quick 1.",
     )
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    preflight_command.run(_main, __doc__, rewritten(sys.argv if argv is None else argv))
 
 
-def rewritten(argv: Sequence[str]) -> list[str]:
-    """The name as a flag, and --sweep.NAME=VALUE as absl reads it.
-
-    >>> rewritten(["study", "overhead", "--sweep.seeds=[0]"])
-    ['study', '--study=overhead', '--sweep_bindings=seeds = [0]']
-    """
-    named = [f"--study={arg}" if i == 1 and not arg.startswith("-") else arg for i, arg in enumerate(argv)]
-    return command.rewritten(named)
-
-
-def _main(args: Any) -> int:
-    console.set_up(everything=args.alsologtostderr)
+def main(args: Any, names: list[str]) -> int:
+    """Exit codes: 0 all runs finished; 1 some failed other than by diverging; 2 a configuration error; 130 interrupted."""
     from perex_t5x.experiments import studies
 
-    if not args.study:
-        raise ConfigError(f"no study given. There are {', '.join(studies.NAMES)}; the name comes first.")
-    study = studies.find(args.study)
+    names = names or [args.study] * bool(args.study)
+    if len(names) != 1:
+        given = f"one study at a time: {' '.join(names)}" if names else "no study given"
+        raise ConfigError(f"{given}. There are {', '.join(studies.NAMES)}.")
+    study = studies.find(names[0])
     if args.extensions is not None and args.extensions < 0:
         raise ConfigError(f"--extensions={args.extensions}: must be at least 0.")
     folder = args.dir or f"studies/{study.name}{'_quick' if args.quick else ''}"
@@ -79,9 +65,10 @@ def _main(args: Any) -> int:
 
 
 def _run(args: Any, study: Any, folder: str) -> int:
+    from perex_t5x.cli import gin_command
     from perex_t5x.experiments.studies import execution
 
-    command.start(args)
+    gin_command.load_training(args)
     quick = study.quick if args.quick else ()
     sweep = Sweep.load(study.file, [*quick, *args.sweep_bindings], args.gin_search_paths)
     default = _QUICK_EXTENSIONS if args.quick else 4
@@ -102,8 +89,8 @@ def _run(args: Any, study: Any, folder: str) -> int:
         )
     except KeyboardInterrupt as e:
         print(f"\n{e}", file=sys.stderr, flush=True)
-        sys.exit(cli.EXIT_INTERRUPTED)
-    return cli.EXIT_ERROR if any(r.status == FAILED and not r.final for r in results) else 0
+        sys.exit(Reason.INTERRUPTED.exit_code)
+    return Reason.ERROR.exit_code if any(r.status == FAILED and not r.final for r in results) else 0
 
 
 def conclude(study: Any, folder: str) -> list[dict[str, Any]]:
@@ -140,4 +127,4 @@ def _page(study: Any, folder: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main, __doc__, flags=define_flags, positional=True)

@@ -8,15 +8,15 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import perex_t5x
 from perex_t5x import cli
-from perex_t5x.cli import console
-from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.cli import console, prompts
+from perex_t5x.errors import ConfigError, Reason, TrainingError
 from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching import bundle, names, shell
 from perex_t5x.launching.request import Request
@@ -159,24 +159,11 @@ def zone_has(request: Request, commands: Commands) -> None:
     raise ConfigError(f"the zone cannot be asked for {kind}:\n{done.said}")
 
 
-def confirm(summary: str, request: Request, ask: Callable[[str], str] = input) -> None:
+def confirm(summary: str, request: Request) -> None:
     """Shows the summary, and asks on a terminal; in scripts --yes has to be given."""
     say(summary)
-    if request.yes or request.dry_run:
-        return
-    if not sys.stdin.isatty():
-        raise ConfigError("nothing was created: this is not a terminal where one could be asked. Give --yes.")
-    print("Create? [y/N] ", end="", file=sys.stderr, flush=True)
-    if answer(ask) not in ("y", "yes"):
-        raise ConfigError("nothing was created.")
-
-
-def answer(ask: Callable[[str], str] = input) -> str:
-    """What is typed; the end of input, Ctrl-D, is a no."""
-    try:
-        return ask("").strip().lower()
-    except EOFError:
-        return "no"
+    if not request.yes and not request.dry_run:
+        prompts.confirm("Create?", refused="Nothing was created.")
 
 
 def summary(request: Request, cost: Estimate, commit: str, where: str) -> str:
@@ -267,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     slips = [slip for job in one_a_group(jobs) if (slip := _slip(job))]
     for slip in dict.fromkeys(slips):
         print(slip)
-    return cli.EXIT_CONFIG if slips else 0
+    return Reason.CONFIGURATION.exit_code if slips else 0
 
 
 def one_a_group(jobs: Sequence[Job]) -> list[Job]:

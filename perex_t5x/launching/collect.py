@@ -7,8 +7,9 @@ import os
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.experiments.sweep import twins
-from perex_t5x.experiments.sweep.directory import Folder, result_of_metrics, write_atomically
+from perex_t5x.experiments.sweep.directory import Folder, result_of_metrics
 from perex_t5x.experiments.sweep.runs import DONE, FAILED, Result, Run
+from perex_t5x.files import write_atomically
 from perex_t5x.launching import marks, names, shell
 from perex_t5x.launching.shell import Commands, say
 from perex_t5x.launching.spec import Work

@@ -21,7 +21,7 @@ from absl import flags
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.launching import bundle as package
-from perex_t5x.launching import names, program
+from perex_t5x.launching import names
 from perex_t5x.launching.shell import CommandError, Commands
 from perex_t5x.launching.spec import Work
 
@@ -31,8 +31,7 @@ _IMAGE = re.compile(_REPOSITORY.pattern + r"(:[\w][\w.-]{0,127}|@sha256:[0-9a-f]
 _HOUR = 3600
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """launch/build_image.py; does not return."""
+def define_flags() -> None:
     flags.DEFINE_string("repository", None, "Where the image goes, without a tag: HOST/PROJECT/REPOSITORY/NAME.")
     flags.DEFINE_bool("push", True, "Push it; with --nopush it stays on this machine.")
     flags.DEFINE_bool("cloud_build", False, "Let Google Cloud Build make and push it.")
@@ -40,12 +39,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.DEFINE_bool("allow_uncommitted", False, "Take files along as they are, though they are not committed.")
     flags.DEFINE_list("with_package", [], "Further wheels or project folders to install, such as your own tasks.")
     flags.DEFINE_bool("dry_run", False, "Print the commands, and run none.")
-    program.run(_main, __doc__, argv, module=__name__)
 
 
-def _main(args: Any, words: list[str]) -> int:
-    if words:
-        raise ConfigError(f"{words[0]!r} is not a flag.")
+def main(args: Any) -> int:
+    """launch/build_image.py"""
     if args.cloud_build and not args.push:
         raise ConfigError("--cloud_build and --nopush exclude each other: Cloud Build keeps no image, it pushes it.")
     if args.project:

@@ -8,19 +8,17 @@ from typing import Any
 
 from absl import flags
 
-from perex_t5x import cli
+from perex_t5x.cli import flags as cli_flags
 from perex_t5x.errors import ConfigError
 from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching import bundle, names, spec
 from perex_t5x.launching.shell import Commands
 
 
-def define_flags() -> None:
+def define_launch_flags() -> None:
     """Defines the launchers' flags, on top of those of `perex_t5x.train` and of sweeps."""
-    from perex_t5x.experiments.sweep import command
-
-    cli.define_flags()
-    command.define_sweep_flags()
+    cli_flags.define_training_flags()
+    cli_flags.define_sweep_flags()
     flags.DEFINE_string(
         "name", None, "Of the launch and what it creates; default: the sweep's, or MODEL_DIR's last part."
     )

@@ -110,11 +110,12 @@ def make(args: Any) -> Work:
     Raises:
       ConfigError: lists what is wrong.
     """
+    from perex_t5x.cli import gin_command
     from perex_t5x.experiments.sweep import command
     from perex_t5x.hardware.devices import use_cpu_backend
 
     use_cpu_backend()
-    command.start(args)
+    gin_command.load_training(args)
     if not args.sweep and not args.gin_file:
         raise ConfigError(
             "nothing to run: give --sweep=sweeps/sqrt_lr.gin, or the --gin_file's of a run, with --gin.MODEL_DIR=gs://..."
@@ -259,7 +260,7 @@ class ExtraGinFiles:
 
     def add(self, name: str) -> str:
         """Takes a --gin_file along, if it is not shipped; returns its name over there."""
-        path = gin_utils._find(name, ["", *self.search_paths, gin_utils.shipped_gin_dir()], "--gin_file")
+        path = gin_utils.find_file(name, ["", *self.search_paths, gin_utils.shipped_gin_dir()], "--gin_file")
         beside = os.path.dirname(os.path.abspath(path))
         new_name = name
         if not _is_shipped(path):
@@ -282,12 +283,12 @@ class ExtraGinFiles:
 
     def _includes(self, path: str, search_paths: Sequence[str]) -> None:
         with open(path, encoding="utf-8") as f:
-            statements = list(config_parser.ConfigParser(f, gin_utils._Names()))
+            statements = list(config_parser.ConfigParser(f, gin_utils.BindingNames()))
         for statement in statements:
             if not isinstance(statement, config_parser.IncludeStatement):
                 continue
             name = statement.filename
-            included = gin_utils._find(name, search_paths, path)
+            included = gin_utils.find_file(name, search_paths, path)
             if os.path.isabs(name) or ".." in Path(name).parts:
                 raise ConfigError(
                     f"{path}: include {name!r} will not be found on another machine. Include it by a name within "

@@ -21,8 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from perex_t5x import cli
-from perex_t5x.errors import ConfigError
+from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.experiments.sweep import processes
 from perex_t5x.launching import host, marks
 from perex_t5x.launching.spec import Job, Work
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         writer = host.index() == 0
     except (OSError, ConfigError) as e:
         print(f"\nERROR: {e}", file=sys.stderr, flush=True)
-        return cli.EXIT_CONFIG
+        return Reason.CONFIGURATION.exit_code
     with _alone(options.lock or os.path.join(folder, "worker.lock")) as alone:
         if not alone:
             print("ERROR: a worker of this launch is running on this host already.", file=sys.stderr, flush=True)
@@ -98,13 +97,17 @@ class _Worker:
             status, said = self._run(job)
             if self._writer:
                 marks.keep_log(job, self._log(job))
-            if status == cli.EXIT_INTERRUPTED or (self._asked is not None and status != 0):
+            if status == Reason.INTERRUPTED.exit_code or (self._asked is not None and status != 0):
                 _say(f"{job.name}: stopped")
-                return cli.EXIT_INTERRUPTED
+                return Reason.INTERRUPTED.exit_code
             mark = _mark(job, status, said, self._log(job), single=self._work.sweep is None)
             if mark is None:
                 _say(f"{job.name}: {processes.reason(status, said, self._log(job))}")
-                return cli.EXIT_CONFIG if status == cli.EXIT_CONFIG and not _MISSED.search(said) else cli.EXIT_ERROR
+                return (
+                    Reason.CONFIGURATION.exit_code
+                    if status == Reason.CONFIGURATION.exit_code and not _MISSED.search(said)
+                    else Reason.ERROR.exit_code
+                )
             _say(f"{job.name}: {mark['status']}{': ' if mark['error'] else ''}{mark['error']}")
             failed += mark["status"] != "done"
             if self._writer:
@@ -117,7 +120,7 @@ class _Worker:
     def _run(self, job: Job) -> tuple[int, str]:
         """Its exit status and the end of what it said."""
         if self._asked is not None:
-            return cli.EXIT_INTERRUPTED, ""
+            return Reason.INTERRUPTED.exit_code, ""
         with open(self._log(job), "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-S", "-E", "-c", processes.DIES_WITH_PARENT, str(os.getpid()), *job.argv()],
@@ -147,7 +150,7 @@ def _mark(job: Job, status: int, said: str, log: str, single: bool) -> dict[str,
         return {"status": "done", "error": "", "exit": 0}
     if (why := processes.diverged(status, said)) is not None:
         return {"status": "failed", "error": why, "exit": status}
-    if status == cli.EXIT_CONFIG and not single and not _MISSED.search(said):
+    if status == Reason.CONFIGURATION.exit_code and not single and not _MISSED.search(said):
         return {"status": "failed", "error": processes.reason(status, said, log), "exit": status}
     return None
 

@@ -18,11 +18,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-from absl import flags
-
-from perex_t5x import cli
-from perex_t5x.errors import ConfigError
+from perex_t5x import cli, files
+from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.preflight import command
 
 
@@ -31,6 +28,8 @@ def _main(args: Any) -> int:
         _check_writable(path)
     command.start(args)
     # Only now: these look for a device when they are imported.
+    import jax
+
     from perex_t5x.cli import spinner
     from perex_t5x.preflight import account, cases, kept, page, place, report_cache, search, step, terminal
 
@@ -52,7 +51,7 @@ def _main(args: Any) -> int:
         shown = shlex.join(["python", "-m", "perex_t5x.preflight", *sys.argv[1:]])
         _write(args.html, page.page(accounts, searches, shown))
     terminal.show(accounts, searches, sys.stdout)
-    return cli.EXIT_ERROR if any(a.fits is False for a in accounts) else 0
+    return Reason.ERROR.exit_code if any(a.fits is False for a in accounts) else 0
 
 
 def _check_writable(path: str | None) -> None:
@@ -65,14 +64,15 @@ def _check_writable(path: str | None) -> None:
 
 def _write(path: str, text: str) -> None:
     try:
-        with open(path, "w", encoding="utf-8") as f:
-            f.write(text)
+        files.write_atomically(path, text)
     except OSError as e:
         raise ConfigError(f"cannot write {path}: {e.strerror or e}.") from e
     print(f"written: {path}", file=sys.stderr)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def define_flags() -> None:
+    from absl import flags
+
     command.define_flags()
     flags.DEFINE_list(
         "compare", [], "Columns: optimizers (adamw,micro_adam) or Gin files (a.gin+b.gin), added to the files."
@@ -80,7 +80,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.DEFINE_string("json", None, "Write everything that was found to this file.")
     flags.DEFINE_string("html", None, "Write a page with plots to this file.")
     flags.DEFINE_bool("no_search", False, "Where the step does not fit, do not look for a change that would.")
-    command.run(_main, __doc__, argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    cli.run(_main, __doc__, argv, flags=define_flags)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from absl import flags
-
+from perex_t5x import cli
 from perex_t5x.preflight import command
 
 
@@ -38,11 +37,16 @@ def _main(args: Any) -> None:
         print(f"\na device: state and batch {state}, temporaries {temporaries}")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def define_flags() -> None:
+    from absl import flags
+
     command.define_flags()
     flags.DEFINE_bool("markdown", False, "Print the table as Markdown.")
     flags.DEFINE_bool("each", False, "One line for every collective in the program.")
-    command.run(_main, __doc__, argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    cli.run(_main, __doc__, argv, flags=define_flags)
 
 
 if __name__ == "__main__":

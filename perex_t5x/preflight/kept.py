@@ -8,10 +8,11 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from perex_t5x import files
 
 
 def default_folder() -> Path:
@@ -55,7 +56,4 @@ def write(path: Path | None, values: Mapping[str, Any]) -> None:
         return
     # A full disk is no reason to lose what was found.
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as f:
-            json.dump(values, f)
-        os.replace(f.name, path)
+        files.write_atomically(path, json.dumps(values))

@@ -21,6 +21,11 @@ Where that is one at a time, surgery has the same choice.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from perex_t5x import cli
+
+    cli.run("perex_t5x.preflight.overhead.main", __doc__, flags="perex_t5x.preflight.overhead.define_flags")
+
 import dataclasses
 import functools
 import sys
@@ -242,9 +247,8 @@ def _chosen(flag: str, names: Sequence[str], known: Sequence[str]) -> list[str]:
     return list(names or known)
 
 
-def _main(args: Any) -> None:
+def main(args: Any) -> None:
     models, chips = _chosen("models", args.models, list(MODELS)), _chosen("chips", args.chips, list(CHIPS))
-    console.set_up()
     use_cpu_backend()
     console.import_tensorflow_quietly()
     from perex_t5x.cli import spinner
@@ -263,14 +267,7 @@ def _main(args: Any) -> None:
         print(as_markdown(found))
 
 
-def main() -> None:
-    from perex_t5x.preflight import command
-
+def define_flags() -> None:
     flags.DEFINE_list("models", [], f"Some of {', '.join(MODELS)}; all by default.")
     flags.DEFINE_list("chips", [], f"Some of {', '.join(CHIPS)}; all by default.")
     flags.DEFINE_string("out", OUT, "File to write; '-': the terminal.")
-    command.run(_main, __doc__)
-
-
-if __name__ == "__main__":
-    main()

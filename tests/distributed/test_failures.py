@@ -6,12 +6,13 @@ import time
 import pytest
 
 from perex_t5x import checkpoints
+from perex_t5x.errors import Reason
 from tests import tiny
 from tests.distributed import support
 
 WORKER = "tests.distributed.worker"
 SILENT = r"ERROR: process {} \(.*\) has not answered for \d+ s: it was killed or suspended"
-STILL = r"ERROR: process {} \(.*\) stands still: for \d+ s it has been reading the batch of step 20"
+STILL = r"ERROR: process {} \(.*\) makes no progress: for \d+ s it has been reading the batch of step 20"
 
 
 def run_worker(trouble, **options):
@@ -35,7 +36,7 @@ def run_worker(trouble, **options):
         ("suspend in 0 at 20", SILENT.format(0), 1),
         ("hang in 1 at 20", STILL.format(1), 0),
         ("hang in 0 at 20", STILL.format(0), 1),
-        ("kill in 0 at 20", r"ERROR: process 0 \(.*\), the coordinator, has ended without a word", 1),
+        ("kill in 0 at 20", r"ERROR: process 0 \(.*\), the coordinator, has ended without a message", 1),
         ("error in 1 at 20", r"ERROR: process 1 \(.*\) stopped: OSError: the disk of the data is gone", 0),
         ("error in 0 at 20", r"ERROR: process 0 \(.*\) stopped: OSError: the disk of the data is gone", 1),
     ],
@@ -44,7 +45,8 @@ def test_the_other_process_stops_and_says_why(trouble, message, by):
     status, output, took = run_worker(trouble)
     assert re.search(rf"\[{by}\] {message}", output), output
     assert took is not None and took < 25, output  # a timeout of 3 s, on a loaded machine
-    assert status == (137 if trouble.startswith("kill") else 1), output
+    expected = {"kill": 137, "error": Reason.ERROR.exit_code}.get(trouble.split()[0], Reason.PEER_LOST.exit_code)
+    assert status == expected, output
     assert "DONE" not in output
 
 
@@ -74,7 +76,7 @@ def train_into_trouble(model_dir, trouble, *more):
 def test_training_with_a_process_that_fails(tmp_path, kind, where):
     status, output = train_into_trouble(tmp_path, f"{kind} in {where} at 8")
     assert re.search(rf"\[{1 - where}\] ERROR: process {where} \(", output), output
-    assert status == (137 if kind == "kill" else 1)
+    assert status == {"kill": 137, "error": Reason.ERROR.exit_code}.get(kind, Reason.PEER_LOST.exit_code)
     # Whatever was being written, the newest whole checkpoint is restored by a single process.
     newest = checkpoints.newest(str(tmp_path))
     begin = 0 if newest is None else checkpoints.step_of(newest)

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from perex_t5x.distributed.group import Group
+from perex_t5x.errors import Reason
 
 
 class Memory:
@@ -75,18 +76,20 @@ def test_an_error_in_one_ends_all(processes, capsys):
     _, exits, (first, second) = processes()
     first.start()
     second.start()
-    threading.Thread(target=second.leave, args=("the disk is full", 1, "ERROR: the disk is full"), daemon=True).start()
+    threading.Thread(
+        target=second.leave, args=("the disk is full", Reason.ERROR, "ERROR: the disk is full"), daemon=True
+    ).start()
     eventually(lambda: exits == {0: 1, 1: 1})
     printed = capsys.readouterr().err
     assert "ERROR: process 1 (host1) stopped: the disk is full" in printed
     assert printed.count("\nERROR: the disk is full") + printed.startswith("ERROR: the disk is full") == 1
 
 
-def test_the_status_travels(processes):
+def test_the_reason_travels(processes):
     _, exits, (first, second) = processes()
     first.start()
     second.start()
-    threading.Thread(target=first.leave, args=("a slip", 2, ""), daemon=True).start()
+    threading.Thread(target=first.leave, args=("a bad value", Reason.CONFIGURATION, ""), daemon=True).start()
     eventually(lambda: exits == {0: 2, 1: 2})
 
 
@@ -94,7 +97,7 @@ def test_a_silent_process_is_named(processes, capsys):
     _, exits, (first, _, third) = processes(timeout=1.0, count=3)
     first.start()
     third.start()  # the second never comes
-    eventually(lambda: exits == {0: 1, 2: 1})
+    eventually(lambda: exits == {0: 7, 2: 7})
     assert capsys.readouterr().err.count("process 1 (host1) has not answered for 1 s") == 2
 
 
@@ -102,7 +105,7 @@ def test_a_suspended_coordinator_is_named(processes, capsys):
     store, exits, (_, second) = processes(timeout=1.0)
     second.start()
     store.hangs = True
-    eventually(lambda: exits == {1: 1})
+    eventually(lambda: exits == {1: 7})
     store.hangs = False
     assert "process 0 (host0) has not answered" in capsys.readouterr().err
 
@@ -111,7 +114,7 @@ def test_cleaning_up_that_hangs_is_cut_short(processes, capsys):
     _, exits, (first, second) = processes(timeout=1.0)
     first.start()
     second.start()
-    second.failing("the data are gone", 1)  # and then its main thread waits for ever
+    second.failing("the data are gone", Reason.ERROR)  # and then its main thread waits for ever
     eventually(lambda: exits == {0: 1, 1: 1})
     assert "process 1 (host1) stopped: the data are gone" in capsys.readouterr().err
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from perex_t5x.distributed import rendezvous
-from perex_t5x.distributed.process_info import Place
-from perex_t5x.errors import ConfigError
+from perex_t5x.distributed.process_info import ProcessInfo
+from perex_t5x.errors import ConfigError, UnreachableError
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def port():
 
 @pytest.fixture(autouse=True)
 def _no_service(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_wait_for_service", lambda place, deadline: None)
+    monkeypatch.setattr(rendezvous, "_wait_for_service", lambda info, deadline: None)
 
 
 def meet(port, *processes, timeout=30.0):
@@ -29,8 +29,8 @@ def meet(port, *processes, timeout=30.0):
 
     def one(process):
         try:
-            return rendezvous.meet(Place(f"localhost:{port}", process[1], process[0]), timeout)
-        except ConfigError as e:
+            return rendezvous.meet(ProcessInfo(f"localhost:{port}", process[1], process[0]), timeout)
+        except (ConfigError, UnreachableError) as e:
             return str(e)
 
     with ThreadPoolExecutor(len(processes)) as pool:
@@ -71,13 +71,13 @@ def test_unreachable_coordinator(port):
     begun = time.monotonic()
     (result,) = meet(port, (1, 2), timeout=1.0)
     assert time.monotonic() - begun < 10
-    assert f"no way to the coordinator (process 0) at localhost:{port} within 1 s" in result
+    assert f"process 1 cannot connect to the coordinator (process 0) at localhost:{port} within 1 s" in result
     assert "refused" in result and "--initialization_timeout" in result
 
 
 def test_unknown_host():
-    with pytest.raises(ConfigError, match="coordinator .* at no-such-host.invalid:1 within 1 s"):
-        rendezvous.meet(Place("no-such-host.invalid:1", 2, 1), 1.0)
+    with pytest.raises(UnreachableError, match="coordinator .* at no-such-host.invalid:1 within 1 s"):
+        rendezvous.meet(ProcessInfo("no-such-host.invalid:1", 2, 1), 1.0)
 
 
 def test_a_process_that_comes_again_after_leaving_is_not_counted_twice(port):

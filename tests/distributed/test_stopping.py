@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from perex_t5x.distributed.stopping import Stopping
+from perex_t5x.distributed.group import Stopping
 
 
 @pytest.mark.parametrize("seed", range(5))

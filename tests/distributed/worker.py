@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from perex_t5x import distributed
+from perex_t5x.errors import Reason
 
 
 def main() -> None:
@@ -53,5 +54,5 @@ if __name__ == "__main__":
     try:
         main()
     except Exception as e:
-        distributed.fail(f"{type(e).__name__}: {e}", 1, error=e, shown=f"HERE: {e}")
+        distributed.fail(f"{type(e).__name__}: {e}", Reason.ERROR, error=e, shown=f"HERE: {e}")
         sys.exit(f"without others: {e}")

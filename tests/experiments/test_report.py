@@ -212,7 +212,9 @@ def test_slips_are_reported_at_once(tmp_path):
 
 def test_the_command_writes_a_page_and_figures(tmp_path, capsys):
     write_sweep(tmp_path / "s", basin_runs({"adamw": 0.004}, seeds=(0, 1)), name="rates")
-    main([str(tmp_path / "s"), f"--out={tmp_path}/r.html", f"--figures={tmp_path}/f", "--title=Mine & yours"])
+    with pytest.raises(SystemExit) as e:
+        main([str(tmp_path / "s"), f"--out={tmp_path}/r.html", f"--figures={tmp_path}/f", "--title=Mine & yours"])
+    assert not e.value.code
     assert "<title>Mine &amp; yours</title>" in (tmp_path / "r.html").read_text()
     assert "written:" in capsys.readouterr().out
     made = {p.name: p.read_bytes() for p in (tmp_path / "f").iterdir()}

@@ -6,7 +6,7 @@ import tarfile
 import zipfile
 
 import pytest
-from absl import flags
+from absl import app, flags, logging  # noqa: F401  (they keep the flags they find when they are first imported)
 
 from perex_t5x import gin_utils
 from perex_t5x.errors import ConfigError
@@ -144,10 +144,7 @@ def flag_values(monkeypatch):
         for name in ("string", "multi_string", "bool", "integer", "float", "list"):
             define = getattr(flags, f"DEFINE_{name}")
             patch.setattr(flags, f"DEFINE_{name}", lambda *a, _d=define, **k: _d(*a, flag_values=values, **k))
-        import perex_t5x.cli
-
-        patch.setattr(perex_t5x.cli, "FLAGS", values)
-        request.define_flags()
+        request.define_launch_flags()
         yield lambda *a: (values(["launch", *a]), values)[1]
 
 

@@ -1,6 +1,7 @@
 """The checks before anything is created."""
 
 import dataclasses
+import io
 import json
 import sys
 
@@ -89,15 +90,15 @@ def test_being_asked(monkeypatch, capsys):
     asked = request(job("a", 16))
     with pytest.raises(ConfigError, match="Give --yes"):
         checks.confirm("", asked)
-    monkeypatch.setattr(checks.sys.stdin, "isatty", lambda: True, raising=False)
-    for answer, taken in (("y", True), ("", False), ("no", False)):
-        if taken:
-            checks.confirm("SUMMARY", asked, lambda prompt, answer=answer: answer)
+    for answer in ("y\n", "\n", "no\n", ""):  # the last is Ctrl-D
+        terminal = io.StringIO(answer)
+        terminal.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdin", terminal)
+        if answer == "y\n":
+            checks.confirm("SUMMARY", asked)
         else:
-            with pytest.raises(ConfigError, match="nothing was created"):
-                checks.confirm("", asked, lambda prompt, answer=answer: answer)
-    monkeypatch.setattr("builtins.input", lambda prompt: (_ for _ in ()).throw(EOFError))
-    assert checks.answer(input) == "no"  # Ctrl-D
+            with pytest.raises(ConfigError, match="Nothing was created"):
+                checks.confirm("", asked)
     assert "SUMMARY" in capsys.readouterr().err
 
 

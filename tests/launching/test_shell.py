@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from perex_t5x import cli
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.launching import program
 from perex_t5x.launching.shell import CommandError, Commands, Leftovers
 
 
@@ -89,7 +89,7 @@ def test_what_stays_is_named_in_the_last_line(tmp_path, capsys, keep):
             leftovers.add("resource a", deletion(tmp_path / "a", fails=True))
             raise TrainingError("it broke")
 
-    assert program.guarded(main) == 1
+    assert cli.guarded(main) == 1
     said = capsys.readouterr().err.strip().splitlines()
     assert "ERROR: it broke" in said
     assert said[-1].startswith("still there: resource a; delete it with: ")
@@ -118,7 +118,7 @@ def test_sigterm_during_a_check_ends_its_process(tmp_path, capsys):
         f"import os, signal, time; open({str(pid)!r}, 'w').write(str(os.getpid())); "
         "os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
     )
-    assert program.guarded(lambda: Commands().run(python(check))) == 130
+    assert cli.guarded(lambda: Commands().run(python(check))) == 130
     assert "stopped by SIGTERM" in capsys.readouterr().err
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)

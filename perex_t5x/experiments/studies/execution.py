@@ -11,9 +11,10 @@ from typing import Any
 
 from perex_t5x.experiments.studies.base import Study
 from perex_t5x.experiments.sweep import Sweep
-from perex_t5x.experiments.sweep.directory import Folder, write_atomically
+from perex_t5x.experiments.sweep.directory import Folder
 from perex_t5x.experiments.sweep.plan import Plan
 from perex_t5x.experiments.sweep.runs import Result, Run, absolute
+from perex_t5x.files import write_atomically
 
 NOTES = "study.json"
 

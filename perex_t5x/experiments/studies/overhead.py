@@ -15,9 +15,9 @@ from perex_t5x.experiments.report.intervals import mean_interval
 from perex_t5x.experiments.studies import analysis
 from perex_t5x.experiments.studies.base import Finding, Study, everything
 from perex_t5x.experiments.sweep import axes
-from perex_t5x.experiments.sweep.directory import write_atomically
 from perex_t5x.experiments.sweep.plan import Plan
 from perex_t5x.experiments.sweep.runs import Run
+from perex_t5x.files import write_atomically
 
 FILE = "overhead.json"
 _PAPER = "For a transformer of 1.2 billion parameters about 17 % more compute, and no increase of peak memory."

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from perex_t5x.experiments.sweep.directory import write_atomically
 from perex_t5x.experiments.sweep.plan import Plan
 from perex_t5x.experiments.sweep.runs import Run
+from perex_t5x.files import write_atomically
 
 FILE = "signs.json"
 _COORDINATES = 4096  # of all parameters, drawn once

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from perex_t5x import gin_utils
 from perex_t5x.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,6 +71,8 @@ class Sweep:
     def load(cls, path: str, bindings: Sequence[str] = (), search_paths: Sequence[str] = ()) -> Sweep:
         """Reads a sweep's Gin file; `bindings` such as 'seeds = [0]' win over it. What Gin held before is forgotten."""
         import gin
+
+        from perex_t5x import gin_utils
 
         gin.clear_config()
         named = [f"sweep.Sweep.{b}" for b in bindings]

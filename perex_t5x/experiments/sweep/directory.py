@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.experiments.sweep.runs import DONE, FAILED, Result, Run
+from perex_t5x.files import write_atomically
 
 if TYPE_CHECKING:
     from perex_t5x.experiments.sweep.plan import Plan
@@ -210,14 +211,3 @@ def _read_metrics(path: str) -> tuple[tuple[int, float] | None, dict[int, list[f
 def _plain(value: Any) -> Any:
     """As it comes back from JSON."""
     return json.loads(json.dumps(value))
-
-
-def write_atomically(path: str, text: str) -> None:
-    """There in whole, or as it was."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    temporary = f"{path}.tmp"
-    with open(temporary, "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
-from perex_t5x.cli.progress import _duration
+from perex_t5x.cli.progress import duration
 from perex_t5x.experiments.sweep.runs import DONE, FAILED, STOPPED, WAITING, Result, Run
 
 _SHOWN = 8  # running runs
@@ -87,7 +87,7 @@ class Overview:
             seconds = (self._clock() - self._begun) / made * left if made > 0 else float("nan")
             return (
                 f"{done} done, {len(self._running)} running, {waiting} waiting, {failed} failed of {len(states)}"
-                f"  ETA {_duration(seconds)}"
+                f"  ETA {duration(seconds)}"
             )
 
     def text(self) -> str:

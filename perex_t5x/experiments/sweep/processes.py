@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
-from perex_t5x import cli
+from perex_t5x.errors import Reason
 from perex_t5x.experiments.sweep import directory as folders
 from perex_t5x.experiments.sweep.overview import Overview
 from perex_t5x.experiments.sweep.runs import FAILED, STOPPED, Result, Run
@@ -96,7 +96,7 @@ def was_stopped(status: int) -> bool:
     >>> was_stopped(130), was_stopped(-signal.SIGTERM), was_stopped(-signal.SIGKILL), was_stopped(1)
     (True, True, False, False)
     """
-    return status in (cli.EXIT_INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
+    return status in (Reason.INTERRUPTED.exit_code, -signal.SIGTERM, -signal.SIGINT)
 
 
 def diverged(status: int, said: str) -> str | None:
@@ -105,7 +105,7 @@ def diverged(status: int, said: str) -> str | None:
     >>> diverged(1, "ERROR: the loss of step 7 is nan: ...")
     'diverged at step 7: the loss is nan'
     """
-    found = _DIVERGED.search(said) if status == cli.EXIT_ERROR else None
+    found = _DIVERGED.search(said) if status == Reason.ERROR.exit_code else None
     if found is None:
         return None
     step, loss, after = found.groups()

@@ -14,20 +14,20 @@ import contextlib
 import dataclasses
 import os
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from absl import flags
 
+from perex_t5x.cli import prompts
 from perex_t5x.errors import ConfigError, TrainingError, did_you_mean
-from perex_t5x.launching import bundle, checks, collect, names, program
+from perex_t5x.launching import bundle, checks, collect, names
 from perex_t5x.launching.gcloud import logs, quota, resource, session, steps
 from perex_t5x.launching.gcloud.logs import Follower
 from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
 from perex_t5x.launching.gcloud.session import Options, Session
 from perex_t5x.launching.gcloud.steps import Steps
-from perex_t5x.launching.request import Request, define_flags
+from perex_t5x.launching.request import Request, define_launch_flags
 from perex_t5x.launching.shell import Commands, Leftovers, say, still_there
 
 # Steps that need to know what shall run; the others find what is there by its name.
@@ -36,9 +36,8 @@ _BY_NAME = ("wait", "install", "start", "follow", "status", "stop", "collect", "
 _OF_ZONE = ("list", "delete_all")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Does not return."""
-    define_flags()
+def define_flags() -> None:
+    define_launch_flags()
     flags.DEFINE_float("wait_hours", 24.0, "How long to wait for the slices.")
     flags.DEFINE_string("out", None, "Where `collect` puts metrics, logs and results; default launches/<name>.")
     flags.DEFINE_string("remote_python", None, "Python of the hosts; default: one from 3.11 on, installed if need be.")
@@ -47,10 +46,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.DEFINE_multi_string(
         "create_flag", [], "Goes to `queued-resources create`, such as --create_flag=--network=n."
     )
-    program.run(_main, __doc__, argv, module=__name__)
 
 
-def _main(args: Any, words: list[str]) -> int:
+def main(args: Any, words: list[str]) -> int:
     command = words[0] if words else "launch"
     known = (*_WITH_WORK, *_BY_NAME, *_OF_ZONE)
     if len(words) > 1 or command not in known:
@@ -253,11 +251,7 @@ def _of_zone(command: str, request: Request, todo: Steps) -> int:
         say(f"{len(found)} queued resource(s) of launches in {request.zone}")
         return 0
     if not request.yes and not request.dry_run:
-        if not sys.stdin.isatty():
-            raise ConfigError("nothing was deleted: this is not a terminal where one could be asked. Give --yes.")
-        print(f"Delete all {len(found)}? [y/N] ", end="", file=sys.stderr, flush=True)
-        if checks.answer() not in ("y", "yes"):
-            raise ConfigError("nothing was deleted.")
+        prompts.confirm(f"Delete all {len(found)}?", refused="Nothing was deleted.")
     left = []
     for one in found:
         target = dataclasses.replace(todo.target, name=one.name)

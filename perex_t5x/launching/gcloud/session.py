@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from perex_t5x import cli
-from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.cli import prompts
+from perex_t5x.errors import ConfigError, Reason, TrainingError
 from perex_t5x.launching import collect
-from perex_t5x.launching.checks import answer
 from perex_t5x.launching.gcloud import logs, resource
 from perex_t5x.launching.gcloud.logs import Follower
 from perex_t5x.launching.gcloud.resource import GONE, Description
@@ -131,7 +128,7 @@ class Session:
                 return self._finish(ended)
             if ended == "2":
                 self._give_up(ConfigError("the program ended with a slip in its configuration (status 2), see above."))
-            if ended == str(cli.EXIT_INTERRUPTED):
+            if ended == str(Reason.INTERRUPTED.exit_code):
                 self._named = True
                 stopped = KeyboardInterrupt("the program was stopped; the same launch goes on with it.")
                 stopped.add_note(still_there(self.steps.target.what, self.steps.target.delete()))
@@ -224,7 +221,7 @@ def check_folder(request: Request, steps: Steps) -> None:
             )
 
 
-def find_existing(request: Request, steps: Steps, ask: Callable[[str], str] = input) -> Description:
+def find_existing(request: Request, steps: Steps) -> Description:
     """The launch of this name and folder that is there and shall be followed; `GONE`: nothing is in the way.
 
     A failed or suspended one of ours, which uses up quota and nothing else, is deleted.
@@ -253,12 +250,10 @@ def find_existing(request: Request, steps: Steps, ask: Callable[[str], str] = in
         return GONE
     say(f"{steps.target.what} is there already: {found.state}.")
     if not request.yes:
-        if not sys.stdin.isatty():
+        if not prompts.is_interactive():
             raise ConfigError(
                 f"this launch runs already. Follow it: launch/gcloud_tpu.py follow --name={request.name} "
                 f"{' '.join(steps.target.where)}, or give --yes, which also starts it again where its slice is taken away."
             )
-        print("Follow it? [Y/n] ", end="", file=sys.stderr, flush=True)
-        if answer(ask) in ("n", "no"):
-            raise ConfigError("nothing was created.")
+        prompts.confirm("Follow it?", refused="Nothing was created.")
     return found

@@ -23,20 +23,19 @@ import dataclasses
 import os
 import shlex
 import shutil
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
+from perex_t5x.cli import prompts
 from perex_t5x.errors import ConfigError, did_you_mean
-from perex_t5x.launching import checks, names, program, request
-from perex_t5x.launching.gke import asking, collect, create, logs
+from perex_t5x.launching import checks, names
+from perex_t5x.launching.gke import collect, create, logs
 from perex_t5x.launching.gke.cluster import Cluster, State, connected, exit_codes, pod_phases, troubles, warnings
 from perex_t5x.launching.gke.logs import command
 from perex_t5x.launching.gke.manifest import as_yaml
-from perex_t5x.launching.request import Request
+from perex_t5x.launching.request import Request, define_launch_flags
 from perex_t5x.launching.shell import Commands, Leftovers, say
 
 # Seconds that a process waits for the others: nodes come up, and pull the image, minutes apart. Giving up is final.
@@ -44,15 +43,13 @@ _PATIENCE = "3600"
 _MOST_POLL_SECONDS = 3600
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Does not return."""
-    request.define_flags()
-    define_flags()
-    program.run(_main, __doc__, argv, module=__name__)
-
-
 def define_flags() -> None:
-    """On top of `request.define_flags`."""
+    define_launch_flags()
+    define_own_flags()
+
+
+def define_own_flags() -> None:
+    """Those that no other launcher has."""
     flags.DEFINE_string("image", None, "The container, such as europe-docker.pkg.dev/PROJECT/perex/perex:TAG.")
     flags.DEFINE_integer("jobsets", 1, "Share the runs of a sweep out over so many JobSets, which run side by side.")
     flags.DEFINE_string("context", None, "kubectl's context; default: the current one.")
@@ -76,7 +73,7 @@ def define_flags() -> None:
     flags.DEFINE_float("poll_seconds", 10, "For following: how often the cluster is asked.")
 
 
-def _main(args: Any, words: list[str]) -> int:
+def main(args: Any, words: list[str]) -> int:
     known = {
         "launch": _launch,
         "manifest": _manifest,
@@ -155,10 +152,10 @@ def _check_bucket(asked: Request, commands: Commands) -> None:
 def _offer(error: create.AlreadyRunningError, cluster: Cluster, asked: Request, args: Any) -> int:
     """Follows the launch that is there, if that is wanted."""
     how = logs.command("follow", cluster, error.group)
-    if not asked.yes and not sys.stdin.isatty():
+    if not asked.yes and not prompts.is_interactive():
         raise ConfigError(f"{error}\nTo follow it: {how}") from None
     say(str(error))
-    if not asked.yes and not asking.yes("Follow it? [y/N] "):
+    if not asked.yes and not prompts.confirm("Follow it?"):
         say(f"nothing was created. To follow it: {how}")
         return 0
     return logs.follow(cluster, error.group, args.poll_seconds)
@@ -212,7 +209,7 @@ def _stop(args: Any) -> int:
     if not found and not args.dry_run:
         say(f"no JobSets {f'of {group}' if group else 'of ours'} are there; what else belongs to them is deleted.")
     if args.all and found and not args.yes:
-        asking.require(f"Stop and delete {', '.join(found)}?")
+        prompts.confirm(f"Stop and delete {', '.join(found)}?", refused="Nothing was changed.")
     cluster.commands.run(cluster.delete_group(group), timeout=1800)
     if found:
         say(f"deleted {', '.join(found)}; pods that were running have --grace_seconds to save.")

@@ -16,25 +16,31 @@ from absl import flags
 import perex_t5x
 from perex_t5x import cli
 from perex_t5x.cli import console
+from perex_t5x.cli import flags as cli_flags
 from perex_t5x.errors import ConfigError, did_you_mean
-from perex_t5x.launching import program, request
+from perex_t5x.launching.request import define_launch_flags
 
 EXECUTORS = ("local", "vertex", "gke")
 
 
-def define_flags(argv: Sequence[str], usage: str | None = None) -> None:
-    """Before the command line is read. XManager's own flags are known once it is imported. `usage` is for --help."""
-    request.define_flags()
+def define_flags() -> None:
+    define_launch_flags()
     flags.DEFINE_string("executor", "local", "Where the runs run: local (this machine), vertex, or gke.")
     flags.DEFINE_integer("parallel", None, "With --executor=local: runs at once; default 1.")
     flags.DEFINE_bool("print_commands", False, "Check a sweep, print the command of every run, and stop.")
     flags.DEFINE_bool("follow", False, "With --executor=local: where this is running already, look on.")
     flags.DEFINE_string("repository", None, "With --executor=vertex: where an image of this checkout is put.")
     _define_gke_flags()
-    program.show_in_help(usage, __name__)
-    define_dotted(argv)
     with contextlib.suppress(ImportError):  # said once it is needed
         from xmanager import xm, xm_flags  # noqa: F401  (they define --xm_...)
+
+
+def define_for_xmanager(argv: Sequence[str], usage: str | None) -> None:
+    """The same for `xmanager launch`, which reads the command line itself, once this is done. `usage` is for --help."""
+    before = set(flags.FLAGS)
+    define_flags()
+    cli_flags.show_in_help(usage, set(flags.FLAGS) - before)
+    define_dotted(argv)
 
 
 def _define_gke_flags() -> None:
@@ -42,7 +48,7 @@ def _define_gke_flags() -> None:
     with contextlib.suppress(ImportError):
         from perex_t5x.launching.gke import command as gke_command
 
-        gke_command.define_flags()
+        gke_command.define_own_flags()
     if "image" not in flags.FLAGS:
         flags.DEFINE_string("image", None, "The container, such as europe-docker.pkg.dev/PROJECT/perex/perex:TAG.")
 
@@ -50,15 +56,18 @@ def _define_gke_flags() -> None:
 def main(words: Sequence[str]) -> None:
     """What `xmanager launch` calls with the flags read; does not return."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    sys.exit(program.guarded(_launch))
+    sys.exit(cli.guarded(_from_xmanager, (OSError,)))
 
 
-def _launch() -> int:
-    words = reparsed()
-    args = flags.FLAGS
-    console.set_up(everything=args.alsologtostderr)
-    if words:
+def _from_xmanager() -> int:
+    if words := reparsed():
         raise ConfigError(f"{words[0]!r} is not a flag. Flags are written --name=value, after `--`.")
+    console.set_up(everything=flags.FLAGS.alsologtostderr)
+    return launch(flags.FLAGS)
+
+
+def launch(args: Any) -> int:
+    """What launch/xm_launch.py does by itself, too."""
     if args.executor not in EXECUTORS:
         raise ConfigError(
             f"--executor={args.executor}: known are {', '.join(EXECUTORS)}.{did_you_mean(args.executor, EXECUTORS)}"
@@ -88,16 +97,6 @@ def _gke(args: Any) -> int:
 _EXECUTORS = {"local": _local, "vertex": _vertex, "gke": _gke}
 
 
-def run() -> None:
-    """Without XManager's own command: `python launch/xm_launch.py ...`; does not return."""
-    from absl import app
-
-    try:
-        app.run(main, argv=sys.argv, flags_parser=cli.parse_flags)
-    except ConfigError as e:
-        sys.exit(program.failed(e, cli.EXIT_CONFIG))
-
-
 _DOTTED = re.compile(r"--?((?:gin|sweep)\.[^=]+)(=|$)", re.DOTALL)
 
 
@@ -123,16 +122,13 @@ def script_arguments(argv: Sequence[str]) -> list[str]:
 
 
 def reparsed(argv: Sequence[str] | None = None) -> list[str]:
-    """Reads the flags anew with the dotted ones rewritten; returns the words that are no flags.
+    """Parses the flags again, with the dotted ones rewritten; returns the words that are no flags.
 
     Raises:
       ConfigError: --gin.NAME without a value.
     """
-    from perex_t5x import gin_utils
-    from perex_t5x.experiments.sweep.command import rewritten
-
     script, *given = script_arguments(sys.argv if argv is None else argv)
-    given = rewritten(gin_utils.rewrite_gin_args(given))
+    given = cli_flags.rewrite(given)
     known = flags.FLAGS
     xm_launch_script = known.xm_launch_script if "xm_launch_script" in known else None
     known.unparse_flags()

@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 
 from absl import logging
 
+from perex_t5x import files
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.experiments.sweep import directory as folders
 from perex_t5x.experiments.sweep import processes
 from perex_t5x.experiments.sweep.runs import Run
 from perex_t5x.launching.xm import unit
@@ -132,7 +132,7 @@ class Experiment:
             earlier = []
         others = [entry for entry in earlier if entry.get("experiment_id") != self._entry["experiment_id"]]
         text = json.dumps([*others, self._entry], indent=1, ensure_ascii=False, default=str)
-        folders.write_atomically(self.record, text + "\n")
+        files.write_atomically(self.record, text + "\n")
 
 
 class _WorkUnit(processes.Child):

@@ -14,15 +14,14 @@ import time
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from perex_t5x import cli
-from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.cli import prompts
+from perex_t5x.errors import ConfigError, Reason, TrainingError
 from perex_t5x.experiments.sweep import command, execute, processes
 from perex_t5x.experiments.sweep.directory import Folder, InUseError, result_of_metrics
 from perex_t5x.experiments.sweep.overview import Overview
 from perex_t5x.experiments.sweep.plan import Plan
 from perex_t5x.experiments.sweep.runs import DONE, STOPPED, Result, Run, absolute
 from perex_t5x.launching import spec
-from perex_t5x.launching.checks import answer
 from perex_t5x.launching.xm.experiment import Experiment
 
 _PERIOD = float(os.environ.get("PEREX_T5X_PROGRESS_SECONDS", "5"))
@@ -109,7 +108,7 @@ def _run(args: Any, run: SingleRun) -> int:
                 show.finished(result)
 
             processes.run_all([run], run.model_dir, show, finished, 1, stop, experiment.child)
-    return _told(run, results[0]) if results else cli.EXIT_INTERRUPTED
+    return _told(run, results[0]) if results else Reason.INTERRUPTED.exit_code
 
 
 def _follow_single(run: SingleRun, busy: InUseError, follow: bool) -> int:
@@ -133,13 +132,15 @@ def from_flags(args: Any) -> SingleRun:
     """What the flags describe; raises `ConfigError` for a slip in the Gin files."""
     import gin
 
+    from perex_t5x.cli import gin_command
+
     if not args.gin_file:
         raise ConfigError("nothing to run: give --gin_file=runs/quickstart.gin, or --sweep=sweeps/learning_rate.gin.")
     for name in ("sweep_bindings", "only", "print_commands"):
         if getattr(args, name, None):
             raise ConfigError(f"--{name} is for a sweep: give --sweep, too.")
     bindings = [*args.gin_bindings, *([f"MODEL_DIR = {absolute(args.dir)!r}"] if args.dir else [])]
-    command.start(args)
+    gin_command.load_training(args)
     parsed = spec.parse(args, bindings)
     if (folder := parsed.folder) is None:
         raise ConfigError("the Gin files have no MODEL_DIR: give those of a run, and --gin.MODEL_DIR=FOLDER.")
@@ -189,10 +190,10 @@ def said(text: str) -> str:
 def _told(run: SingleRun, result: Result) -> int:
     if result.status == STOPPED:
         print("Stopped, and saved. The same command goes on.", file=sys.stderr)
-        return cli.EXIT_INTERRUPTED
+        return Reason.INTERRUPTED.exit_code
     if result.status != DONE:
         print(f"{run.name} failed: {result.error}", file=sys.stderr)
-        return cli.EXIT_ERROR
+        return Reason.ERROR.exit_code
     loss = "" if result.eval_loss is None else f", validation loss {result.eval_loss:.4f}"
     print(f"\n{run.name}: {result.steps} steps{loss}\nlog      {run.model_dir}/log.txt")
     return 0
@@ -209,10 +210,7 @@ def follow_instead(plan: Plan, folder: str, busy: InUseError, follow: bool) -> l
 
 def _wants_to_follow(words: str, follow: bool) -> bool:
     """Whether to follow: --follow, or the answer on a terminal."""
-    if follow or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return follow
-    print(f"{words}\nFollow it? [y/N] ", end="", file=sys.stderr, flush=True)
-    return answer() in ("y", "yes")
+    return follow or (sys.stderr.isatty() and prompts.confirm(f"{words}\nFollow it?"))
 
 
 def follow_sweep(plan: Plan, folder: str, stream: TextIO | None = None) -> list[Result]:

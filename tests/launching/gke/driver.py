@@ -4,6 +4,7 @@ import json
 import os
 import sys
 
+from perex_t5x import cli
 from perex_t5x.launching import spec
 from perex_t5x.launching.gke import command
 
@@ -22,4 +23,4 @@ def made(args):
 if __name__ == "__main__":
     spec.make = made
     command._check = lambda *_: print("checked", file=sys.stderr)
-    command.main()
+    cli.run(command.main, flags=command.define_flags, positional=True, messages=(OSError,))

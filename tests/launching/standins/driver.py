@@ -4,8 +4,9 @@ import json
 import os
 import sys
 
+from perex_t5x import cli
 from perex_t5x.hardware.slices import Slice
-from perex_t5x.launching import bundle, checks, program
+from perex_t5x.launching import bundle, checks
 from perex_t5x.launching.gcloud import command, session
 from perex_t5x.launching.gcloud.resource import Resource
 from perex_t5x.launching.gcloud.session import Options
@@ -51,7 +52,7 @@ def main():
         Resource(request.name, request.project, request.zone, request.slices), Commands(dry_run=request.dry_run)
     )
     out = Options(f"{os.environ['STANDIN_DIR']}/out", options.get("wait_hours", 1.0))
-    sys.exit(program.guarded(lambda: command._launch(request, todo, out)))
+    sys.exit(cli.guarded(lambda: command._launch(request, todo, out)))
 
 
 if __name__ == "__main__":

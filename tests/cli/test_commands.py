@@ -57,7 +57,7 @@ def test_dry_run_from_another_directory_with_a_ported_file(tmp_path):
         (["--gin_file=models/tiny.gin"], "they are for another command"),
         (["--gin_fil=models/tiny.gin"], "Unknown command line flag 'gin_fil'. Did you mean: gin_file?"),
         (["--process_count=two"], "flag --process_count=two"),
-        (["--gin_file=runs/quickstart.gin", "--process_count=2"], "go together: give all three"),
+        (["--gin_file=runs/quickstart.gin", "--process_count=2"], "belong together: give all three"),
     ],
 )
 def test_a_slip_is_one_message_and_status_2(arguments, message):

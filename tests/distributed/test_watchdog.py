@@ -1,6 +1,7 @@
 """Who is to blame, by a clock that the tests turn."""
 
-from perex_t5x.distributed.watchdog import TROUBLE_SECONDS, Beat, Judge, Verdict
+from perex_t5x.distributed.watchdog import TROUBLE_SECONDS, Beat, Verdict, Watchdog
+from perex_t5x.errors import Reason
 
 HOSTS = ["a", "b", "c"]
 
@@ -9,7 +10,7 @@ class Watched:
     """A judge that looks every second; `beats` gives each process's beat at a time, or None for silence."""
 
     def __init__(self, timeout=10.0, phase_timeout=100.0):
-        self.judge = Judge(HOSTS, timeout, phase_timeout, now=0.0)
+        self.judge = Watchdog(HOSTS, timeout, phase_timeout, now=0.0)
 
     def until(self, last, beats):
         """(time, verdict) of the first verdict up to the time `last`; None if there is none."""
@@ -57,7 +58,9 @@ def test_standing_still_is_the_one_behind():
 
     now, verdict = Watched().until(100, beats)
     assert verdict.process == 1 and 60 <= now <= 63 and verdict.answers
-    assert "process 1 (b) stands still" in verdict.text and "it has been reading the batch of step 51" in verdict.text
+    assert (
+        "process 1 (b) makes no progress" in verdict.text and "it has been reading the batch of step 51" in verdict.text
+    )
 
 
 def test_all_standing_still_together_is_nobodys_fault():
@@ -90,5 +93,5 @@ def test_a_judge_that_was_suspended_blames_nobody():
 
 
 def test_verdicts_travel_as_text():
-    verdict = Verdict(2, "why", 2, False)
+    verdict = Verdict(2, "why", Reason.CONFIGURATION, False)
     assert Verdict.from_json(verdict.to_json()) == verdict

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from perex_t5x.cli.progress import Progress, _duration
+from perex_t5x.cli.progress import Progress, duration
 
 
 class Clock:
@@ -51,4 +51,4 @@ def test_arguments_are_checked():
 
 
 def test_duration():
-    assert [_duration(s) for s in (5, 65, 3700, float("nan"))] == ["0:05", "1:05", "1:01:40", "?"]
+    assert [duration(s) for s in (5, 65, 3700, float("nan"))] == ["0:05", "1:05", "1:01:40", "?"]

@@ -1,0 +1,49 @@
+"""Which optional dependencies a command needs, checked before anything that might miss them is imported.
+
+`pip install perex_t5x` brings what `perex_t5x.per_example` and `perex_t5x.optimizers` need. Everything else is in extras.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from perex_t5x.errors import ConfigError
+
+_TRAIN = ("absl", "clu", "etils", "flax", "gin", "grain", "orbax", "rich", "seqio", "tensorflow", "tensorstore")
+# What a command that names the extra imports sooner or later; extras build on [train].
+_MODULES = {
+    "train": _TRAIN,
+    "tpu": ("libtpu",),
+    "reports": (*_TRAIN, "vl_convert"),
+    "launch": _TRAIN,
+    "xmanager": ("xmanager",),
+}
+_EXTRAS = {"xmanager": "launch"}
+
+
+class MissingExtraError(ConfigError):
+    """An optional dependency is not installed."""
+
+
+def missing(extra: str) -> list[str]:
+    """The modules of an extra that are not installed; nothing is imported."""
+    return [name for name in _MODULES[extra] if not _is_installed(name)]
+
+
+def require(extra: str, who: str) -> None:
+    """Raises `MissingExtraError`, a single line, if an extra that `who` needs is not installed.
+
+    >>> require("train", "perex_t5x.train")
+    """
+    if absent := missing(extra):
+        name = _EXTRAS.get(extra, extra)
+        raise MissingExtraError(
+            f"{who} needs the extra [{name}]: pip install 'perex_t5x[{name}]' (missing: {', '.join(absent)})"
+        )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
