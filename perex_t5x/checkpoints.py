@@ -22,7 +22,7 @@ from etils import epath
 from flax import traverse_util
 
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.trainer import TrainState
+from perex_t5x.train_state import TrainState
 from perex_t5x.utils import RestoreCheckpointConfig, SaveCheckpointConfig
 
 PREFIX = "checkpoint"

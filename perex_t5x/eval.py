@@ -19,11 +19,11 @@ from typing import Any
 
 from etils import epath
 
-from perex_t5x import checkpoints, distributed, gin_utils
+from perex_t5x import checkpoints, distributed, gin_utils, run_dir
 from perex_t5x.data import lookup
-from perex_t5x.distributed import folder
+from perex_t5x.evaluation import InferenceEvaluator
 from perex_t5x.inference import paths_to_restore, restore_params
-from perex_t5x.inference_evaluation import InferenceEvaluator
+from perex_t5x.models.protocol import feature_converter_cls
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig
 
@@ -52,8 +52,8 @@ def evaluate(
       dry_run: stop after all checks.
     """
     paths = distributed.from_process_0("checkpoints", lambda: paths_to_restore(restore_checkpoint_cfg))
-    lookup.check_evaluation(dataset_cfg, model.FEATURE_CONVERTER_CLS(), "DatasetConfig")
-    folder.prepare(output_dir, dry_run=dry_run, binding="EVAL_OUTPUT_DIR")
+    lookup.check_evaluation(dataset_cfg, feature_converter_cls(model), "DatasetConfig")
+    run_dir.prepare(output_dir, dry_run=dry_run, binding="EVAL_OUTPUT_DIR")
     is_writer = distributed.is_writer()
     if dry_run:
         if is_writer:

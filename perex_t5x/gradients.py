@@ -1,39 +1,199 @@
-"""The gradient of the global batch, plain or with statistics of its examples' gradients, on each device a part of the batch.
+"""The gradient of one step on a mesh: alone (`batch_gradient`), or with statistics of the examples' gradients.
 
 The loss is L = (1/W) Σ_i ℓ_i over the B examples of the global batch, W its normaliser. Example i's gradient is scaled so
-that the batch gradient is the mean: g_i = (B/W) ∇ℓ_i, with the same B and W however the batch is split.
+that the batch gradient is the mean: g_i = (B/W) ∇ℓ_i. W, B and the examples' keys are those of the global batch, computed
+before it is divided, so no number depends on how it is divided.
 
-Both functions run on one device's rows, inside `jax.shard_map` where `data_axes` are manual: each device sums over its own
-examples, microbatch by microbatch, and one collective at the end adds the devices' sums. What has been gathered inside the
-loss (FSDP) arrives summed over the devices that it was gathered from, as this device's part.
+Both functions run on each device's own rows, in a `jax.shard_map` whose data axes are manual and whose `model` axis is left
+to the compiler: each device sums over its own examples, microbatch by microbatch, and one collective at the end adds the
+devices' sums. The gradient of a parameter that is gathered inside the loss (FSDP) arrives as this device's shard, already
+summed over the devices that it was gathered from.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 
-from perex_t5x.per_example import GradStatistics, collectives
-from perex_t5x.per_example.engine import shard_map
+from perex_t5x import per_example
+from perex_t5x.errors import ConfigError
+from perex_t5x.partitioning import ParamShardings
+from perex_t5x.per_example import GradStatistics, Statistic, collectives
+from perex_t5x.train_state import TrainState, example_keys
+
+if TYPE_CHECKING:
+    from perex_t5x.models.protocol import Model
 
 Batch = Mapping[str, jax.Array]
-LossFn = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]  # (params, batch, keys, normalizer) -> (loss, sums)
+EVERYWHERE = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientOptions:
+    """How a gradient is computed; see the arguments of `perex_t5x.trainer.Trainer` with the same names."""
+
+    num_microbatches: int = 1
+    microbatch_size: int | str | None = None
+    group_size: int = 1
+    unit: str = "example"
+    clip_norm: float | None = None
+    non_finite: str = "keep"
+    transport_dtype: str | None = None
+    kernels: bool = True
+
+    def examples_at_a_time(self, on_device: int) -> int | str | None:
+        """The engine's `microbatch_size` for this many examples on a device."""
+        if self.num_microbatches > 1 and not isinstance(self.microbatch_size, int):
+            return on_device // self.num_microbatches
+        return self.microbatch_size
+
+    def unclipped_examples(self) -> GradientOptions:
+        """The same for statistics of the examples' own gradients, as the monitor measures them."""
+        return dataclasses.replace(self, clip_norm=None, unit="example")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """Of a global batch: loss L, the loss's own sums over examples, gradient ∇L; what else was computed, or None."""
+    """Of a global batch.
+
+    Attributes:
+      loss: L.
+      sums: the loss's own sums over examples; with statistics also 'non_finite_examples'.
+      mean: ∇L.
+      statistics: of the examples' gradients; None for the batch gradient alone.
+      norms: of g_i, or of each group's mean, in the order of the batch; None where not computed.
+    """
 
     loss: Any
     sums: Any
     mean: Any
     statistics: GradStatistics | None = None
-    norms: Any = None  # of g_i, or of each group's mean; in the order of the batch
+    norms: Any = None
+
+
+def batch_gradient(
+    model: Model, state: TrainState, batch: Batch, shardings: ParamShardings, options: GradientOptions
+) -> Gradient:
+    """The gradient of the batch loss, by `jax.value_and_grad`.
+
+    Of the options it reads `num_microbatches` (gradients add up over that many parts of each device's rows) and
+    `transport_dtype`.
+    """
+    data_axes, gathered_axes = shardings.partitioner.batch_axes, shardings.gathered_axes()
+    value_and_grad = jax.value_and_grad(_loss_on_device(model, shardings), has_aux=True)
+
+    def on_device(params: Any, batch: Batch, keys_B: jax.Array, normalizer: jax.Array) -> Gradient:
+        def one(rows: tuple[Batch, jax.Array]) -> tuple[Any, Any]:
+            return value_and_grad(params, *rows, normalizer)
+
+        if options.num_microbatches == 1:
+            scalars, grads = one((batch, keys_B))
+        else:
+            scalars, grads = _accumulate(one, split_microbatches((dict(batch), keys_B), options.num_microbatches))
+        leaves, tree = jax.tree.flatten(grads)
+        # What was gathered over an axis is already summed over it.
+        remaining = [tuple(a for a in data_axes if a not in gathered) for gathered in tree.flatten_up_to(gathered_axes)]
+        loss, sums = collectives.sum_over(scalars, data_axes)
+        mean = tree.unflatten(collectives.sum_each_over(leaves, remaining, options.transport_dtype))
+        return Gradient(loss, sums, mean)
+
+    out_specs = Gradient(EVERYWHERE, EVERYWHERE, shardings.manual_specs())
+    gradient = _on_devices(on_device, model, state, batch, shardings, out_specs)
+    return dataclasses.replace(gradient, mean=shardings.constrain(gradient.mean))
+
+
+def gradient_with_statistics(
+    model: Model,
+    state: TrainState,
+    batch: Batch,
+    statistics: Sequence[str | Statistic],
+    shardings: ParamShardings,
+    options: GradientOptions,
+    *,
+    parameters: str | None = None,
+    norms: bool = False,
+    method: str = "surgery",
+    observe: Callable[..., None] | None = None,
+) -> Gradient:
+    """The gradient, and statistics of the examples' gradients, by the per-example engine.
+
+    Loss, sums and statistics are those of the examples that took part: with non_finite="skip", without those that were left
+    out. W stays the whole batch's, so the missing examples count as if they were like the others. Without any example the
+    loss is NaN.
+
+    Args:
+      statistics: what to compute, "mean" among them.
+      parameters, norms, method: see `per_example.grad_statistics`.
+      observe: called while the program is traced, with the engine's `Compute` and its arguments on one device.
+    """
+    data_axes = shardings.partitioner.batch_axes
+    batch_size, skip = _batch_size(batch), options.non_finite == "skip"
+    compute = per_example.grad_statistics(
+        _loss_on_device(model, shardings),
+        statistics,
+        method=method,
+        has_aux=True,
+        batch_argnums=(1, 2),
+        microbatch_size=options.examples_at_a_time(batch_size // shardings.partitioner.data_parallel_size),
+        group_size=options.group_size,
+        unit=options.unit,
+        clip_norm=options.clip_norm,
+        non_finite=options.non_finite,
+        parameters=parameters,
+        norms=norms,
+        data_axes=data_axes,
+        transport_dtype=options.transport_dtype,
+        kernels=options.kernels,
+        shardings=shardings.auto_specs(),
+    )
+
+    def on_device(params: Any, batch: Batch, keys_B: jax.Array, normalizer: jax.Array) -> Gradient:
+        # The engine's gradients are those of the examples' losses, so ℓ_i / (W/B) makes them (B/W) ∇ℓ_i.
+        arguments = params, batch, keys_B, normalizer / batch_size
+        if observe is not None:
+            observe(compute, *arguments)
+        computed, examples = _explained(compute, options)(*arguments)
+        kept_N = jnp.ones(examples.values.shape, bool)
+        if skip:
+            finite_Mxb = jnp.isfinite(examples.values).reshape(-1, options.group_size)
+            finite_Mxb &= jnp.isfinite(examples.norms)[:, None]
+            kept_N = jnp.repeat(jnp.all(finite_Mxb, axis=1), options.group_size)
+        sums = {"total": examples.values, "loss_sums": examples.aux}
+        sums = jax.tree.map(lambda x: jnp.sum(jnp.where(kept_N, x, 0), axis=0), sums)
+        sums = collectives.sum_over(sums, data_axes)
+        counted = {**sums["loss_sums"], "non_finite_examples": examples.non_finite.astype(jnp.float32)}
+        loss = sums["total"] / jnp.asarray(computed.count, jnp.float32)
+        return Gradient(loss, counted, computed.mean, computed, examples.norms)
+
+    like_params = shardings.manual_specs(parameters)
+    averages = {s if isinstance(s, str) else s.name: like_params for s in statistics}
+    counts = (EVERYWHERE,) * 4
+    has_norms = norms or skip or options.clip_norm is not None
+    out_specs = Gradient(
+        EVERYWHERE,
+        EVERYWHERE,
+        like_params,
+        GradStatistics(averages, *counts, group_size=options.group_size, group_noise=EVERYWHERE),
+        PartitionSpec(data_axes) if has_norms else None,
+    )
+    gradient = _on_devices(on_device, model, state, batch, shardings, out_specs)
+    averages = {name: shardings.constrain(tree) for name, tree in gradient.statistics.averages.items()}
+    computed = dataclasses.replace(gradient.statistics, averages=averages)
+    # Counts that do not depend on the data are constants again, which `shard_map` had turned into traced values:
+    # optimizers check them while they are traced.
+    if not skip:
+        computed = dataclasses.replace(computed, count=np.int32(batch_size))
+        if options.unit == "example":
+            computed = dataclasses.replace(computed, num_groups=np.int32(batch_size // options.group_size))
+    # One and the same mean: two constraints on equal values would keep both.
+    return dataclasses.replace(gradient, mean=computed.mean, statistics=computed)
 
 
 def split_microbatches(tree: Any, count: int) -> Any:
@@ -45,82 +205,54 @@ def split_microbatches(tree: Any, count: int) -> Any:
     return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), tree)
 
 
-def plain(
-    loss_fn: LossFn,
-    params: Any,
+def _on_devices(
+    on_device: Callable[..., Gradient],
+    model: Model,
+    state: TrainState,
     batch: Batch,
-    keys_B: jax.Array,
-    normalizer: jax.Array,
-    num_microbatches: int = 1,
-    *,
-    data_axes: Sequence[str] = (),
-    summed: Any = None,
-    transport: Any = None,
+    shardings: ParamShardings,
+    out_specs: Gradient,
 ) -> Gradient:
-    """By `jax.value_and_grad`.
-
-    Args:
-      loss_fn, params, batch, keys_B: with this device's rows.
-      normalizer: W of the global batch.
-      num_microbatches: gradients add up over so many parts of the rows.
-      data_axes: manual mesh axes over which devices share the batch.
-      summed: a tree like the parameters: the data axes over which a gathered parameter's gradient arrives summed.
-      transport: dtype in which sums travel; None: their own.
-    """
-    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
-
-    def one(rows: tuple[Batch, jax.Array]) -> tuple[Any, Any]:
-        return value_and_grad(params, *rows, normalizer)
-
-    if num_microbatches == 1:
-        total = one((batch, keys_B))
-    else:
-        micros = split_microbatches((dict(batch), keys_B), num_microbatches)
-        total = _accumulate(one, micros)
-    scalars, grads = total
-    leaves, tree = jax.tree.flatten(grads)
-    done = [()] * len(leaves) if summed is None else tree.flatten_up_to(summed)
-    left = [tuple(a for a in data_axes if a not in axes) for axes in done]
-    loss, sums = collectives.sum_over(scalars, data_axes)
-    return Gradient(loss, sums, tree.unflatten(collectives.sum_each_over(leaves, left, transport)))
+    """on_device(params, batch, keys, W) on every device's rows."""
+    partitioner = shardings.partitioner
+    if partitioner.batch_axes:
+        rows = PartitionSpec(partitioner.batch_axes)
+        on_device = jax.shard_map(
+            on_device,
+            mesh=partitioner.mesh,
+            in_specs=(shardings.manual_specs(), rows, rows, EVERYWHERE),
+            out_specs=out_specs,
+            axis_names=set(partitioner.batch_axes),
+            # With it JAX would sum the gradients of replicated parameters over devices before the engine sees them.
+            check_vma=False,
+        )
+    keys_B = example_keys(state.rng, state.step, _batch_size(batch))
+    return on_device(state.params, batch, keys_B, model.loss_normalizer(batch))
 
 
-def with_statistics(
-    compute: Callable[..., Any],
-    params: Any,
-    batch: Batch,
-    keys_B: jax.Array,
-    normalizer: jax.Array,
-    *,
-    group_size: int = 1,
-    skip: bool = False,
-    data_axes: Sequence[str] = (),
-) -> Gradient:
-    """By the per-example engine.
+def _loss_on_device(model: Model, shardings: ParamShardings) -> Callable[..., Any]:
+    """The model's loss where the data axes are manual."""
+    gathers = getattr(model, "gathers_parameters", False)
 
-    Loss, sums and statistics are those of the examples that took part: with non_finite="skip", without those that were
-    left out. W stays the whole batch's, so what is left counts as if the missing examples were like the others. Without
-    any example the loss is NaN. The norms are those of this device's examples.
+    def loss_fn(params: Any, *arguments: Any) -> Any:
+        with shardings.partitioner.manual():  # see `perex_t5x.partitioning.partitioner`
+            return model.loss_fn(params if gathers else shardings.gather(params), *arguments)
 
-    Args:
-      compute: `per_example.grad_statistics(loss_fn, ..., has_aux=True, batch_argnums=(1, 2))` with this `group_size`, these
-        `data_axes`, and with non_finite="skip" if `skip`.
-      params, batch, keys_B: the loss's arguments for this device's rows.
-      normalizer: W of the global batch.
-    """
-    batch_size = keys_B.shape[0] * shard_map.num_devices(data_axes)
-    # The engine's gradients are those of the examples' losses, so ℓ_i / (W/B) makes them (B/W) ∇ℓ_i.
-    statistics, found = compute(params, batch, keys_B, normalizer / batch_size)
-    kept_N = jnp.ones(found.values.shape, bool)
-    if skip:
-        finite_Mxb = jnp.isfinite(found.values).reshape(-1, group_size) & jnp.isfinite(found.norms)[:, None]
-        kept_N = jnp.repeat(jnp.all(finite_Mxb, axis=1), group_size)
-    sums = {"total": found.values, "loss_sums": found.aux}
-    sums = jax.tree.map(lambda x: jnp.sum(jnp.where(kept_N, x, 0), axis=0), sums)
-    sums = collectives.sum_over(sums, data_axes)
-    counted = {**sums["loss_sums"], "non_finite_examples": found.non_finite.astype(jnp.float32)}
-    loss = sums["total"] / jnp.asarray(statistics.count, jnp.float32)
-    return Gradient(loss, counted, statistics.mean, statistics, found.norms)
+    return loss_fn
+
+
+def _explained(compute: Callable[..., Any], options: GradientOptions) -> Callable[..., Any]:
+    """With unit='token', whatever the engine refuses is refused with the name of the binding."""
+
+    def run(*arguments: Any) -> Any:
+        try:
+            return compute(*arguments)
+        except ValueError as e:
+            if options.unit != "token":
+                raise
+            raise ConfigError(f"Trainer.unit = 'token' does not suit this model; use 'example'. {e}") from e
+
+    return run
 
 
 def _accumulate(one: Callable[[Any], Any], micros: Any) -> Any:
@@ -132,3 +264,7 @@ def _accumulate(one: Callable[[Any], Any], micros: Any) -> Any:
     shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], micros))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     return jax.lax.scan(add, zeros, micros)[0]
+
+
+def _batch_size(batch: Batch) -> int:
+    return jax.tree.leaves(batch)[0].shape[0]

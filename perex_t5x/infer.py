@@ -25,12 +25,11 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from perex_t5x import distributed, gin_utils
+from perex_t5x import distributed, gin_utils, run_dir
 from perex_t5x.data import lookup
-from perex_t5x.distributed import folder
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.inference import BatchRunner, paths_to_restore, restore_params
-from perex_t5x.models import decoding
+from perex_t5x.models import decoding, protocol
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig
 
@@ -77,9 +76,9 @@ def infer(
     keys = jax.random.key(random_seed)
     decoding.check_arguments(decode_method, keys, num_decodes, temperature, top_k, 0.6, None)
     path = distributed.from_process_0("checkpoint", lambda: paths_to_restore(restore_checkpoint_cfg)[-1])
-    converter_cls = model.FEATURE_CONVERTER_CLS()
+    converter_cls = protocol.feature_converter_cls(model)
     provider = lookup.check_evaluation(dataset_cfg, converter_cls, "DatasetConfig")
-    folder.prepare(output_dir, dry_run=dry_run, binding="INFER_OUTPUT_DIR")
+    run_dir.prepare(output_dir, dry_run=dry_run, binding="INFER_OUTPUT_DIR")
     is_writer = distributed.is_writer()
     if dry_run:
         if is_writer:

@@ -13,8 +13,9 @@ from flax import linen as nn
 
 from perex_t5x import checkpoints
 from perex_t5x.errors import ConfigError
+from perex_t5x.models.protocol import sharded_dimensions
 from perex_t5x.partitioning import PjitPartitioner
-from perex_t5x.trainer import TrainState
+from perex_t5x.train_state import TrainState
 from perex_t5x.utils import RestoreCheckpointConfig
 
 Example = dict[str, np.ndarray]
@@ -31,7 +32,7 @@ def paths_to_restore(config: RestoreCheckpointConfig) -> list[str]:
 
 def restore_params(model: Any, partitioner: PjitPartitioner, path: str, config: RestoreCheckpointConfig) -> Any:
     """Reads the parameters alone, sharded as the partitioner says."""
-    partitioner.check_model(model.sharded_dimensions())
+    partitioner.check_model(sharded_dimensions(model))
     # Parameters do not depend on lengths: any small batch will do.
     inputs = {name: (1, 8) for name in model.REQUIRED_FEATURES}
     key = jax.eval_shape(lambda: jax.random.key(0))

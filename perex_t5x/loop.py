@@ -26,7 +26,14 @@ from perex_t5x.checkpoints import Checkpointer
 from perex_t5x.cli.progress import Progress
 from perex_t5x.data.device_batches import prefetch
 from perex_t5x.errors import DivergedError
-from perex_t5x.metrics import MetricSums, MetricsWriter, model_flops_utilization
+from perex_t5x.metrics import (
+    MetricSums,
+    MetricsWriter,
+    flops_per_step,
+    loss_metric,
+    model_flops_utilization,
+    summarize,
+)
 from perex_t5x.monitoring import shown
 from perex_t5x.trainer import Trainer, TrainState
 
@@ -131,13 +138,11 @@ class Loop:
         self._monitor_fn, self._learning_rates = monitor_fn, learning_rates
         self._make_progress = progress or functools.partial(Progress, enabled=distributed.is_writer())
         self._stop = stop
-        self._sums = MetricSums()
+        self._sums = MetricSums(trainer.model)
         self._clock = _Stopwatch()
         self._pending: tuple[int, Any] | None = None
         self._latest: dict[str, float] = {}
-        spec = feed.element_spec
-        lengths = {name: shape.shape[1] for name, shape in spec.items()}
-        self._flops = trainer.model.flops_per_step(next(iter(spec.values())).shape[0], lengths)
+        self._flops = flops_per_step(trainer.model, feed.element_spec)
 
     def __call__(self, state: TrainState) -> TrainState:
         step = int(state.step)
@@ -246,8 +251,8 @@ class Loop:
         for evaluator in self._evaluators:
             for folder, metrics in evaluator.evaluate(step, params).items():
                 self._writer.write(folder, step, metrics)
-                if "loss_per_nonpadding_target_token" in metrics:
-                    self._latest["valid"] = metrics["loss_per_nonpadding_target_token"]
+                if loss_metric(self._trainer.model) in metrics:
+                    self._latest["valid"] = metrics[loss_metric(self._trainer.model)]
                 shown = ", ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items())[:4])
                 logging.info("step %d, %s: %s", step, folder, shown)
 
@@ -264,11 +269,11 @@ class Loop:
             message = f"the loss of step {step} is {objective}: {self._advice()}"
             raise DivergedError(message, step, f"the loss is {objective}")
         self._sums.add(sums, objective)
-        self._latest["loss"] = float(sums["loss"] / max(sums["tokens"], 1.0))
+        model = self._trainer.model
+        self._latest["loss"] = summarize(model, sums, objective)[loss_metric(model)]
         self._latest |= shown(measured)
         seconds = self._clock.seconds()
-        tokens = self._sums.totals["all_tokens"] / max(seconds, 1e-9)
-        self._progress.update(step, {**self._latest, "tokens/s": tokens})
+        self._progress.update(step, {**self._latest, **self._sums.speed(seconds)})
         if step % self._stats_period == 0 or step == self._last_step:
             self._write_stats(step, {**scalars, **measured})
         elif measured:
@@ -281,7 +286,7 @@ class Loop:
             self._flops, timing["timing/steps_per_second"], devices.flat[0].device_kind, devices.size
         )
         self._writer.write("train", step, {**self._sums.summary(), **timing, **mfu, **scalars, **self._skipped()})
-        self._sums = MetricSums()
+        self._sums = MetricSums(self._trainer.model)
 
     def _skipped(self) -> dict[str, float]:
         """Examples with non-finite loss or gradient since the last log line, where examples are looked at."""

@@ -1,7 +1,7 @@
-"""From sums over examples to T5X's metric names, and from there to TensorBoard and `metrics.jsonl`.
+"""From sums over examples to metrics, and from there to TensorBoard and `metrics.jsonl`.
 
-A step returns plain sums (`loss`, `z_loss`, `correct`, `weights`, `tokens`, `all_tokens`, `examples`), so that batches,
-microbatches and hosts add up; ratios are taken once, at the end.
+A step returns plain sums, so that batches, microbatches and hosts add up; ratios are taken once, at the end. Which sums and
+which ratios is the model's choice.
 """
 
 from __future__ import annotations
@@ -18,12 +18,19 @@ from etils import epath
 from perex_t5x import files
 from perex_t5x.errors import TrainingError
 from perex_t5x.hardware.chips import peak_flops
+from perex_t5x.models import protocol
 
 
 class MetricSums:
-    """Adds up the sums of several steps on the host, in float64."""
+    """Adds up the sums of several steps on the host, in float64.
 
-    def __init__(self) -> None:
+    Args:
+      model: its metrics where it is one that `perex_t5x.models.protocol.SummarizesMetrics`; else each sum is divided by
+        that of 'examples'.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
         self.totals: dict[str, float] = {}
         self.steps = 0
         self.objective = 0.0
@@ -35,63 +42,74 @@ class MetricSums:
         self.steps += 1
 
     def summary(self) -> dict[str, float]:
-        """T5X's names.
-
-        `loss` is the objective that was optimised (normalised by the loss normalising factor), averaged over steps;
-        `loss_per_nonpadding_target_token` is Σ loss / Σ target tokens, whatever the normaliser.
-        """
+        """Metrics by name. `loss` is the objective that was optimised, averaged over steps."""
         if not self.steps:
             return {}
-        t = self.totals
-        tokens, everything, weights = t["tokens"], t["all_tokens"], t["weights"]
-        # The objective is Σ loss / W; its z-loss part is in the same proportion.
-        scale = self.objective / t["loss"] / self.steps if t["loss"] else 0.0
-        return {
-            "accuracy": _ratio(t["correct"], weights),
-            "loss": self.objective / self.steps,
-            "cross_ent_loss": (t["loss"] - t["z_loss"]) * scale,
-            "z_loss": t["z_loss"] * scale,
-            "loss_per_nonpadding_target_token": _ratio(t["loss"], tokens),
-            "loss_per_all_target_tokens": _ratio(t["loss"], everything),
-            "cross_ent_loss_per_all_target_tokens": _ratio(t["loss"] - t["z_loss"], everything),
-            "z_loss_per_all_target_tokens": _ratio(t["z_loss"], everything),
-            "nonpadding_fraction": _ratio(tokens, everything),
-        }
+        return summarize(self._model, self.totals, self.objective / self.steps)
 
     def timing(self, seconds: float, devices: int) -> dict[str, float]:
         rate = 1.0 / max(seconds, 1e-9)
-        t = self.totals
-        return {
-            "timing/seconds": seconds,
-            "timing/seqs": t.get("examples", 0.0),
-            "timing/seqs_per_second": t.get("examples", 0.0) * rate,
-            "timing/seqs_per_second_per_core": t.get("examples", 0.0) * rate / devices,
-            "timing/steps_per_second": self.steps * rate,
-            "timing/target_tokens_per_second": t.get("all_tokens", 0.0) * rate,
-            "timing/target_tokens_per_second_per_core": t.get("all_tokens", 0.0) * rate / devices,
-        }
+        examples = self.totals.get("examples", 0.0)
+        speeds = {"seqs": examples, **{name: self.totals[key] for name, key in throughput(self._model).items()}}
+        timing = {"timing/seconds": seconds, "timing/seqs": examples, "timing/steps_per_second": self.steps * rate}
+        for name, total in speeds.items():
+            timing[f"timing/{name}_per_second"] = total * rate
+            timing[f"timing/{name}_per_second_per_core"] = total * rate / devices
+        return timing
+
+    def speed(self, seconds: float) -> dict[str, float]:
+        """What the progress line shows: examples per second, or what the model is timed by ('tokens/s')."""
+        name, key = next(iter(throughput(self._model).items()), ("examples", "examples"))
+        return {f"{name.rpartition('_')[2]}/s": self.totals.get(key, 0.0) / max(seconds, 1e-9)}
+
+
+def summarize(model: Any, sums: Mapping[str, float], objective: float) -> dict[str, float]:
+    """A model's metrics from its sums and the mean objective.
+
+    >>> summarize(None, {"examples": 4.0, "accuracy": 3.0}, 0.5)
+    {'loss': 0.5, 'accuracy': 0.75}
+    """
+    if protocol.has(model, protocol.SummarizesMetrics):
+        return model.summarize_metrics(sums, objective)
+    examples = sums.get("examples", 0.0)
+    kept = {name: value for name, value in sums.items() if name not in ("examples", "loss", "non_finite_examples")}
+    return {"loss": objective} | {name: value / examples if examples else 0.0 for name, value in kept.items()}
+
+
+def loss_metric(model: Any) -> str:
+    """Which of a model's metrics is shown as its loss."""
+    return getattr(model, "loss_metric", "loss")
+
+
+def throughput(model: Any) -> Mapping[str, str]:
+    """Name -> sum of what a model is also timed by, besides examples."""
+    return getattr(model, "throughput", {})
+
+
+def flops_per_step(model: Any, batch_spec: Mapping[str, Any]) -> float | None:
+    """FLOPs of a step with such batches; None for a model that does not count them."""
+    if not protocol.has(model, protocol.CountsFlops):
+        return None
+    lengths = {name: spec.shape[1] for name, spec in batch_spec.items() if len(spec.shape) > 1}
+    return model.flops_per_step(next(iter(batch_spec.values())).shape[0], lengths)
 
 
 def model_flops_utilization(
-    flops_per_step: float, steps_per_second: float, device_kind: str, devices: int
+    flops_per_step: float | None, steps_per_second: float, device_kind: str, devices: int
 ) -> dict[str, float]:
-    """Share of the chips' peak that the model's own FLOPs use; empty where the peak is not known.
+    """Share of the chips' peak that the model's own FLOPs use; empty where either is not known.
 
     >>> model_flops_utilization(197e12, 0.5, "TPU v5 lite", 1)
     {'timing/model_flops_utilization': 0.5}
     """
     peak = peak_flops(device_kind)
-    if peak is None:
+    if peak is None or flops_per_step is None:
         return {}
     return {"timing/model_flops_utilization": flops_per_step * steps_per_second / (peak * devices)}
 
 
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else 0.0
-
-
 class MetricsWriter:
-    """Writes scalars to TensorBoard (`model_dir/<name>/`) and, a line a time, to `model_dir/metrics.jsonl`.
+    """Writes scalars to TensorBoard (`model_dir/<name>/`) and, one line per call, to `model_dir/metrics.jsonl`.
 
     Only process 0 writes; on the others every call is a no-op.
     """

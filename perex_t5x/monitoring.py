@@ -22,10 +22,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import keystr
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.gradients import Gradient
-from perex_t5x.partitioning import path_name
 from perex_t5x.per_example import GradStatistics
 
 State = dict[str, dict[str, jax.Array]]  # {"trace" | "square": {group: moving average}}
@@ -114,7 +114,7 @@ class Monitor:
 
     def groups_of(self, params: Any) -> dict[str, list[str]]:
         """Group -> names of its parameters; `params` may be shapes."""
-        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        names = [keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         norm_layers = [name for name in names if self._is_norm_layer(name)]
         if self.only_norm_layers:
             if not norm_layers:
@@ -203,7 +203,10 @@ def _parts(
     """(T, S) of each group."""
 
     def by_group(tree: Any) -> dict[str, jax.Array]:
-        sums = {path_name(path): jnp.sum(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+        sums = {
+            keystr(path, simple=True, separator="/"): jnp.sum(x)
+            for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        }
         return {group: sum(sums[name] for name in names).astype(jnp.float32) for group, names in groups.items()}
 
     return by_group(statistics.raw_variance()), by_group(statistics.squared_mean())

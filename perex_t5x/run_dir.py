@@ -1,4 +1,4 @@
-"""A run's folder: can it be written, is there room, and what the model in it is."""
+"""A run's folder: whether all processes can write to it, whether there is room, and the model's summary in it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,61 @@ import math
 import os
 import shutil
 import tempfile
+import time
+import uuid
 from typing import Any
 
 import jax
+from absl import logging
 from etils import epath
 from flax import linen as nn
+from jax.tree_util import keystr
 
+from perex_t5x import distributed
 from perex_t5x.errors import ConfigError
-from perex_t5x.partitioning import path_name
+
+_PROBE = ".seen_by_all_"
+_SECONDS = 60.0  # a network file system may take this long to show another host's new file
 
 
-def prepare(model_dir: str, checkpoint_bytes: int = 0, dry_run: bool = False) -> None:
-    """Makes the folder; raises `ConfigError` if it cannot be written or has no room for one checkpoint.
+def prepare(folder: str, checkpoint_bytes: int = 0, dry_run: bool = False, *, binding: str = "MODEL_DIR") -> None:
+    """Makes the folder, first in process 0; raises `ConfigError` if it cannot be used.
 
-    A dry run leaves no folder behind that was not there.
-
-    Remote folders (gs://...) are left to the storage layer.
+    It has to be writable, with room for one checkpoint, and the same folder for all processes. A dry run leaves no folder
+    behind that was not there. Remote folders (gs://...) are left to the storage layer.
     """
+    if distributed.is_writer():
+        _make_writable(folder, checkpoint_bytes, dry_run)
+    if distributed.group() is None or dry_run:
+        return
+    probe = epath.Path(folder) / distributed.from_process_0("probe", lambda: _leave_probe(folder))
+    deadline = time.monotonic() + _SECONDS
+    while not probe.exists():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{binding} = {folder!r}: process 0 wrote a file there that this process does not see. Checkpoints are "
+                "written by all processes together, so the folder must be on storage that they share, such as gs:// or a "
+                "network file system."
+            )
+        time.sleep(0.1)
+    if not distributed.is_writer():
+        _make_writable(folder, checkpoint_bytes)
+    distributed.barrier("probe seen")
+    if distributed.is_writer():
+        probe.unlink()
+
+
+def _leave_probe(folder: str) -> str:
+    """Writes a file that only this run can have written; returns its name."""
+    for old in epath.Path(folder).glob(f"{_PROBE}*"):  # of a run that was killed here
+        logging.info("removing %s", old)
+        old.unlink()
+    name = f"{_PROBE}{uuid.uuid4().hex}"
+    (epath.Path(folder) / name).write_text("")
+    return name
+
+
+def _make_writable(model_dir: str, checkpoint_bytes: int, dry_run: bool = False) -> None:
     if "://" in model_dir:
         epath.Path(model_dir).mkdir(parents=True, exist_ok=True)
         return
@@ -65,12 +103,11 @@ def summarize_model(boxed_params: Any, state_shapes: Any) -> str:
 
 def write_model_info(model_dir: str, boxed_params: Any, shardings: Any, summary: str) -> None:
     """Writes `model-info.txt`: each parameter with shape, logical axes and mesh axes, and the summary."""
-    params = jax.tree_util.tree_leaves_with_path(boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
+    params = jax.tree.leaves(boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
     lines = []
-    for (path, leaf), sharding in zip(params, jax.tree.leaves(shardings), strict=True):
+    for leaf, (path, sharding) in zip(params, jax.tree_util.tree_leaves_with_path(shardings), strict=True):
         names = leaf.names if isinstance(leaf, nn.LogicallyPartitioned) else ()
         value = getattr(leaf, "value", leaf)
-        size = math.prod(value.shape)
-        name = path_name([key for key in path if getattr(key, "name", None) != "value"])
+        name, size = keystr(path, simple=True, separator="/"), math.prod(value.shape)
         lines.append(f"{name:<64} {size:>14,}  {tuple(value.shape)!s:<24} {tuple(names)!s:<28} {sharding.spec}")
     (epath.Path(model_dir) / "model-info.txt").write_text("\n".join([*lines, "", summary, ""]))

@@ -30,9 +30,9 @@ from absl import logging
 from perex_t5x import checkpoints, distributed, evaluation, gin_utils, loop, run_dir
 from perex_t5x.data import lookup
 from perex_t5x.data.feed import Feed, batch_spec, make_feed
-from perex_t5x.distributed import folder
 from perex_t5x.errors import ConfigError
 from perex_t5x.metrics import MetricsWriter
+from perex_t5x.models import protocol
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.trainer import Trainer, TrainState
 from perex_t5x.utils import CheckpointConfig, DatasetConfig, RestoreCheckpointConfig
@@ -40,7 +40,7 @@ from perex_t5x.utils import CheckpointConfig, DatasetConfig, RestoreCheckpointCo
 
 def train(
     *,
-    model: Any,
+    model: protocol.Model,
     train_dataset_cfg: DatasetConfig,
     train_eval_dataset_cfg: DatasetConfig | None = None,
     infer_eval_dataset_cfg: DatasetConfig | None = None,
@@ -63,7 +63,7 @@ def train(
     """Trains, and returns (last step, state).
 
     Args:
-      model: see `perex_t5x.models`; carries its optimizer (`optimizer_def`).
+      model: see `perex_t5x.models.protocol`; carries its optimizer (`optimizer_def`).
       train_dataset_cfg: what to train on.
       train_eval_dataset_cfg: teacher-forced evaluation every `eval_period` steps; None: none.
       infer_eval_dataset_cfg: evaluation by decoding with a SeqIO evaluator, at the same steps; None: none.
@@ -160,7 +160,7 @@ class Training:
         _check(args.total_steps, args.relative_steps, args.eval_period, args.stats_period, args.use_hardware_rng)
         self.trainer: Trainer = args.trainer_cls(model=args.model, partitioner=args.partitioner)
         self.setup = self._checked_setup() if setup is None else setup
-        folder.prepare(self.model_dir, run_dir.tree_bytes(self.setup.shapes), args.dry_run)
+        run_dir.prepare(self.model_dir, run_dir.tree_bytes(self.setup.shapes), args.dry_run)
         # One process looks: another might see a checkpoint more, or less.
         self.source: str | None = distributed.from_process_0(
             "where to start", lambda: _where_to_start(self.model_dir, args.checkpoint_cfg)
@@ -185,10 +185,11 @@ class Training:
         """Raises `ConfigError` for whatever can be seen without data and without compiling."""
         args, trainer = self._args, self.trainer
         model, config = trainer.model, args.train_dataset_cfg
+        protocol.require(model, protocol.Model, "training")
         trainer.check_batch_size(config.batch_size)
-        trainer.partitioner.check_model(model.sharded_dimensions())
+        trainer.partitioner.check_model(protocol.sharded_dimensions(model))
         logging.info("%s", trainer.partitioner.describe_batch(config.batch_size))
-        converter = model.FEATURE_CONVERTER_CLS()
+        converter = protocol.feature_converter_cls(model)
         spec = batch_spec(config, converter)
         lookup.check_vocabulary(config.mixture_or_task_name, model)
         if args.train_eval_dataset_cfg is not None:
@@ -224,12 +225,10 @@ class Training:
                 evaluation.TrainEvaluator(setup.trainer, args.train_eval_dataset_cfg, args.eval_steps, keep_batches)
             )
         if args.infer_eval_dataset_cfg is not None:
-            from perex_t5x.inference_evaluation import InferenceEvaluator
-
             log_dir = os.path.join(self.model_dir, "inference_eval")
             model, partitioner = setup.trainer.model, setup.trainer.partitioner
             evaluators.append(
-                InferenceEvaluator(
+                evaluation.InferenceEvaluator(
                     model, partitioner, args.infer_eval_dataset_cfg, args.inference_evaluator_cls, log_dir
                 )
             )
@@ -246,7 +245,7 @@ class Training:
 
     def make_feed(self) -> Feed:
         """The training batches, at the position at which the run starts."""
-        converter = self.trainer.model.FEATURE_CONVERTER_CLS()
+        converter = protocol.feature_converter_cls(self.trainer.model)
         feed = make_feed(self._args.train_dataset_cfg, converter, saved_position=self._saved_run.get("data"))
         logging.info("%s", feed.description)
         if self._is_resumed:

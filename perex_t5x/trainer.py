@@ -1,55 +1,41 @@
-"""One training step: (state, batch) -> (state, metrics), and what is needed to run it on a mesh."""
+"""One training step, (state, batch) -> (state, metrics), and what it takes to compile it for a mesh.
+
+`Trainer.train_step` asks the optimizer which statistics of the examples' gradients it reads, computes these and the gradient
+(`perex_t5x.gradients`), and applies the optimizer's update.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
-from flax import struct
-from flax.serialization import from_state_dict, to_state_dict
+from jax.tree_util import keystr
 
-from perex_t5x import device_gradients, optimizers, per_example, trainer_checks
-from perex_t5x.gradients import Gradient
+from perex_t5x import optimizers
+from perex_t5x.errors import ConfigError, did_you_mean
+from perex_t5x.gradients import Batch, Gradient, GradientOptions, batch_gradient, gradient_with_statistics
+from perex_t5x.models.protocol import Model
 from perex_t5x.monitoring import Monitor
 from perex_t5x.optimizers.learning_rate import drive_learning_rate, rate_of_built
-from perex_t5x.partitioning import PjitPartitioner, path_name
-from perex_t5x.partitioning.param_shardings import Places
+from perex_t5x.partitioning import ParamShardings, PjitPartitioner, nearest_divisor
+from perex_t5x.per_example import GradStatistics, Statistic
+from perex_t5x.per_example.statistic import BUILT_IN
 from perex_t5x.schedules import Schedule, as_schedule
+from perex_t5x.train_state import TrainState, example_keys
 
-Batch = Mapping[str, jax.Array]
-example_keys = device_gradients.example_keys
+__all__ = ["TrainState", "Trainer", "WeightMetricsComputer", "example_keys"]
 
-
-@struct.dataclass
-class TrainState:
-    """All that a step reads and writes. `rng` is the raw data of the run's base key, `monitor` the monitor's averages."""
-
-    step: jax.Array
-    params: Any
-    opt_state: Any
-    rng: jax.Array
-    monitor: Any = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The nested dictionary that a checkpoint holds, with T5X's names."""
-        state = {"step": self.step, "param_states": to_state_dict(self.opt_state)}
-        if self.monitor is not None:
-            state["monitor"] = self.monitor
-        return {"target": to_state_dict(self.params), "state": state, "rng": self.rng}
-
-    def from_state_dict(self, saved: Mapping[str, Any]) -> TrainState:
-        """The inverse of `state_dict`, with this state's structure."""
-        return TrainState(
-            step=saved["state"]["step"],
-            params=from_state_dict(self.params, saved["target"]),
-            opt_state=from_state_dict(self.opt_state, saved["state"]["param_states"]),
-            rng=saved["rng"],
-            monitor=None if self.monitor is None else from_state_dict(self.monitor, saved["state"]["monitor"]),
-        )
+InputShapes = Mapping[str, tuple[int, ...]]
+NON_FINITE = ("keep", "skip")
+TRANSPORT_DTYPES = ("bfloat16", "float16")
+UNITS = ("example", "token")
 
 
 class WeightMetricsComputer:
@@ -63,37 +49,39 @@ class WeightMetricsComputer:
         }
         for kind, tree in (("weight", params), ("weight_gradient", grads), ("weight_update", updates)):
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-                metrics[f"{kind}_rms/{path_name(path)}"] = jnp.sqrt(jnp.mean(jnp.square(leaf)))
+                name = keystr(path, simple=True, separator="/")
+                metrics[f"{kind}_rms/{name}"] = jnp.sqrt(jnp.mean(jnp.square(leaf)))
         return metrics
 
 
 class Trainer:
     """Runs a model's loss on a mesh with its optimizer.
 
-    The optimizer says which statistics of the examples' gradients it needs. If that is their mean alone, and nothing below
-    asks for more, the step is that of the plain batch gradient.
+    The optimizer says which statistics of the examples' gradients it reads. If that is their mean alone, and nothing below
+    asks for more, the step computes the batch gradient alone.
 
     Args:
-      model: see `perex_t5x.models`; gives `loss_fn`, `loss_normalizer`, `optimizer_def`.
+      model: see `perex_t5x.models.protocol`.
       partitioner: the mesh and its rules.
       learning_rate_fn: a schedule (ours or optax's) or a number; drives the model's optimizer.
       num_microbatches: splits the global batch in time; gradients add up, so it changes no number. None: one. Every device
-        sums over its own examples first: whatever the number, one collective a step.
+        sums over its own examples first, so there is one collective per step whatever the number.
       weight_metrics_computer: extra metrics from (params, grads, updates); None: none.
       microbatch_size: examples that the per-example engine takes at a time on each device; None: as many as
         `num_microbatches` leaves. 'auto': the engine's choice for the platform. Changes no number beyond rounding.
-      group_size: so many consecutive examples, on one device, count as one in the statistics.
+      group_size: this many consecutive examples, on one device, count as one in the statistics.
       clip_norm: every example's gradient (B/W) ∇ℓ_i is scaled to at most this norm. None: no clipping.
       non_finite: 'keep'; or 'skip': examples whose loss or gradient is not finite are left out and counted.
-      statistics: `per_example.Statistic` objects for optimizers that need others than the built-in ones.
-      monitor: measures the examples' gradients every so many steps; None: never.
+      monitor: measures the examples' gradients every `monitor.period` steps; None: never.
       transport_dtype: 'bfloat16' halves what the sums over devices send; they are still added in float32. None: float32.
-      kernels: whether TPUs use Pallas kernels for the statistics; False: XLA's forms. Changes no number beyond rounding.
+      kernels: whether TPUs use Pallas kernels for the statistics; False: XLA alone. Changes no number beyond rounding.
+      unit: what the optimizer's statistics are taken over: 'example'; or 'token', every position at which a weight is
+        applied (`perex_t5x.per_example.reductions.tokens`). The mean is the same. The monitor's unit is always the example.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         partitioner: PjitPartitioner,
         learning_rate_fn: float | Schedule,
         num_microbatches: int | None = None,
@@ -103,23 +91,39 @@ class Trainer:
         group_size: int = 1,
         clip_norm: float | None = None,
         non_finite: str = "keep",
-        statistics: Sequence[per_example.Statistic] = (),
         monitor: Monitor | None = None,
         transport_dtype: str | None = None,
         kernels: bool = True,
+        unit: str = "example",
     ):
         self.model = model
         self.partitioner = partitioner
         self.learning_rate_fn = as_schedule(learning_rate_fn)
-        self.num_microbatches = 1 if num_microbatches is None else num_microbatches
         self.weight_metrics_computer = weight_metrics_computer
-        self.microbatch_size, self.group_size = microbatch_size, group_size
-        self.clip_norm, self.non_finite = clip_norm, non_finite
-        self.statistics = trainer_checks.as_statistics(statistics)
         self.monitor = monitor
-        self.transport_dtype, self.kernels = transport_dtype, kernels
-        trainer_checks.check_arguments(self)
+        self.options = GradientOptions(
+            num_microbatches=1 if num_microbatches is None else num_microbatches,
+            microbatch_size=microbatch_size,
+            group_size=group_size,
+            unit=unit,
+            clip_norm=clip_norm,
+            non_finite=non_finite,
+            transport_dtype=transport_dtype,
+            kernels=kernels,
+        )
+        _check_options(self.options)
+        if monitor is not None and not isinstance(monitor, Monitor):
+            raise ConfigError(f"Trainer.monitor = {monitor!r}: give @monitoring.Monitor(), with parentheses, or None.")
         self.optimizer = drive_learning_rate(model.optimizer_def)
+
+    def replace(self, *, optimizer_def: Any = None, **changes: Any) -> Trainer:
+        """A trainer like this one with other arguments; `optimizer_def` gives a copy of its model another optimizer."""
+        own = {**vars(self), **vars(self.options)}
+        arguments = {name: own[name] for name in inspect.signature(Trainer).parameters} | changes
+        if optimizer_def is not None:
+            arguments["model"] = copy.copy(arguments["model"])
+            arguments["model"].optimizer_def = optimizer_def
+        return type(self)(**arguments)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -128,7 +132,7 @@ class Trainer:
     ) -> tuple[TrainState, dict[str, Any]]:
         """One update. L = (1/W) Σ_i ℓ_i with W from the whole global batch.
 
-        `learning_rate` None: the schedule's; else it takes the schedule's place, so that one program serves many rates.
+        `learning_rate` replaces the schedule's where it is given, so that one program serves many rates.
         """
         rate = self.learning_rate_fn(state.step) if learning_rate is None else learning_rate
         gradient = self.gradient(state, batch)
@@ -146,48 +150,44 @@ class Trainer:
         return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     def gradient(self, state: TrainState, batch: Batch) -> Gradient:
-        """Loss, metric sums, gradient, and the statistics that the optimizer needs; a microbatch at a time."""
+        """Loss, metric sums, gradient, and the statistics that the optimizer reads."""
+        shardings = self.param_shardings(batch)
         if self.has_plain_gradient(state.params):
-            return device_gradients.plain(self, state, batch)
-        needs = self.needs(state.params)
-        return device_gradients.with_statistics(self, state, batch, needs, clip_norm=self.clip_norm)
+            return batch_gradient(self.model, state, batch, shardings, self.options)
+        return gradient_with_statistics(self.model, state, batch, self.needs(state.params), shardings, self.options)
+
+    def needs(self, params: Any) -> tuple[str | Statistic, ...]:
+        """The statistics that the optimizer reads; `params` may be shapes."""
+        return optimizers.needs_of(self.model.optimizer_def, params)
 
     def has_plain_gradient(self, params: Any) -> bool:
         """Whether the mean is all that is asked for, so that examples need not be told apart; `params` may be shapes."""
-        return self.needs(params) == ("mean",) and self.clip_norm is None and self.non_finite == "keep"
+        clips_or_skips = self.options.clip_norm is not None or self.options.non_finite != "keep"
+        return not clips_or_skips and self.needs(params) == ("mean",)
 
     def monitor_step(self, state: TrainState, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
         """What the monitor sees of the step that `train_step` would make: its new averages, and values to log."""
-        wanted = {"norms": self.monitor.norms, "parameters": self.monitor.parameters}
-        found = device_gradients.with_statistics(self, state, batch, self.monitor.statistics, **wanted)
-        return self.monitor.measured(state.monitor, found)
-
-    def needs(self, params: Any) -> tuple[str, ...]:
-        """Names of the statistics that the optimizer reads; `params` may be shapes."""
-        if self._needs is None:
-            self._needs = optimizers.needs_of(self.model.optimizer_def, params)
-        return self._needs
-
-    _needs: tuple[str, ...] | None = None
-
-    def places(self, batch: Batch) -> Places:
-        """Where the parameters lie; `batch` may be shapes."""
-        if self._places is None:
-            shapes = {name: tuple(x.shape) for name, x in batch.items()}
-            key = jax.eval_shape(lambda: jax.random.key(0))
-            boxed = jax.eval_shape(lambda k: self.model.get_initial_variables(k, shapes)["params"], key)
-            self._places = Places(self.partitioner, self.partitioner.params_shardings(boxed))
-        return self._places
-
-    _places: Places | None = None
+        gradient = gradient_with_statistics(
+            self.model,
+            state,
+            batch,
+            self.monitor.statistics,
+            self.param_shardings(batch),
+            self.options.unclipped_examples(),
+            parameters=self.monitor.parameters,
+            norms=self.monitor.norms,
+        )
+        return self.monitor.measured(state.monitor, gradient)
 
     def eval_step(self, params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Teacher-forced loss and metric sums, without dropout."""
-        return self.model.eval_fn(params, batch)
+        if hasattr(self.model, "eval_fn"):
+            return self.model.eval_fn(params, batch)
+        return self.model.loss_fn(params, batch, None, self.model.loss_normalizer(batch))
 
-    # --- state and its place on the mesh ------------------------------------------------------------------------------
+    # --- the state and its shardings ----------------------------------------------------------------------------------
 
-    def init_state(self, seed_key: jax.Array, input_shapes: Mapping[str, tuple[int, ...]]) -> TrainState:
+    def init_state(self, seed_key: jax.Array, input_shapes: InputShapes) -> TrainState:
         """A fresh state; traceable. The parameters' and the dropout's keys are independent."""
         params_key, run_key = jax.random.split(seed_key)
         params = nn.meta.unbox(self.model.get_initial_variables(params_key, input_shapes)["params"])
@@ -199,14 +199,23 @@ class Trainer:
             monitor=None if self.monitor is None else self.monitor.init(params),
         )
 
-    def abstract_state(self, input_shapes: Mapping[str, tuple[int, ...]]) -> tuple[TrainState, TrainState, Any]:
-        """Returns (shapes, shardings) of the state, and the parameters with their logical axis names."""
+    def boxed_params(self, input_shapes: InputShapes) -> Any:
+        """Shapes of the parameters, each boxed with its logical axis names where it has any."""
         key = jax.eval_shape(lambda: jax.random.key(0))
-        boxed = jax.eval_shape(lambda k: self.model.get_initial_variables(k, input_shapes)["params"], key)
+        return jax.eval_shape(lambda k: self.model.get_initial_variables(k, input_shapes)["params"], key)
+
+    def param_shardings(self, batch: Batch) -> ParamShardings:
+        """The parameters' shardings inside the step; `batch` may be shapes."""
+        boxed = self.boxed_params({name: tuple(x.shape) for name, x in batch.items()})
+        return ParamShardings(self.partitioner, self.partitioner.params_shardings(boxed))
+
+    def abstract_state(self, input_shapes: InputShapes) -> tuple[TrainState, TrainState, Any]:
+        """Returns (shapes, shardings) of the state, and the parameters with their logical axis names."""
+        boxed = self.boxed_params(input_shapes)
+        key = jax.eval_shape(lambda: jax.random.key(0))
         shapes = jax.eval_shape(lambda k: self.init_state(k, input_shapes), key)
-        trainer_checks.check_statistics(self, shapes, next(iter(input_shapes.values()))[0])
+        self._check_statistics(shapes, next(iter(input_shapes.values()))[0])
         params_shardings = self.partitioner.params_shardings(boxed)
-        self._places = Places(self.partitioner, params_shardings)
         replicated = self.partitioner.replicated
         shardings = TrainState(
             step=replicated,
@@ -217,9 +226,7 @@ class Trainer:
         )
         return shapes, shardings, boxed
 
-    def check_batch_size(self, batch_size: int, binding: str = "train/utils.DatasetConfig.batch_size") -> None:
-        """Raises unless the global batch splits evenly over microbatches, data shards and groups."""
-        trainer_checks.check_batch_size(self, batch_size, binding)
+    # --- compiling ----------------------------------------------------------------------------------------------------
 
     def compiled_step(self, shapes: TrainState, shardings: TrainState, batch_spec: Mapping[str, Any]) -> Any:
         """Compiles the step ahead of time; the state's buffers are donated."""
@@ -233,35 +240,145 @@ class Trainer:
         rate_is_argument: bool = False,
     ) -> Any:
         """What `compiled_step` compiles; with `rate_is_argument` the learning rate is the step's third argument."""
-        batch_sharding = {name: self.partitioner.data_sharding for name in batch_spec}
         rates = [jax.ShapeDtypeStruct((), jnp.float32)] if rate_is_argument else []
-        step = jax.jit(
-            self.train_step,
-            in_shardings=(shardings, batch_sharding, *(self.partitioner.replicated for _ in rates)),
-            out_shardings=(shardings, self.partitioner.replicated),
-            donate_argnums=0,
-        )
-        with self.partitioner.constraints():
-            return step.lower(shapes, dict(batch_spec), *rates)
+        out_shardings = (shardings, self.partitioner.replicated)
+        return self._lowered(self.train_step, shapes, shardings, batch_spec, out_shardings, *rates, donate_argnums=0)
 
     def compiled_monitor(self, shapes: TrainState, shardings: TrainState, batch_spec: Mapping[str, Any]) -> Any | None:
         """Compiles the monitor's program ahead of time; None without a monitor."""
         if self.monitor is None:
             return None
-        batch_sharding = {name: self.partitioner.data_sharding for name in batch_spec}
-        step = jax.jit(
-            self.monitor_step, in_shardings=(shardings, batch_sharding), out_shardings=self.partitioner.replicated
-        )
-        with self.partitioner.constraints():
-            return step.lower(shapes, dict(batch_spec)).compile()
+        return self._lowered(self.monitor_step, shapes, shardings, batch_spec, self.partitioner.replicated).compile()
 
     def compiled_eval(self, params_shapes: Any, params_shardings: Any, batch_spec: Mapping[str, Any]) -> Any:
         """Compiles the evaluation step ahead of time."""
+        replicated = self.partitioner.replicated
+        return self._lowered(self.eval_step, params_shapes, params_shardings, batch_spec, replicated).compile()
+
+    def _lowered(
+        self,
+        function: Callable[..., Any],
+        shapes: Any,
+        shardings: Any,
+        batch_spec: Mapping[str, Any],
+        out_shardings: Any,
+        *scalars: jax.ShapeDtypeStruct,
+        **options: Any,
+    ) -> Any:
+        """function(state or parameters, batch, *scalars), traced for the mesh."""
         batch_sharding = {name: self.partitioner.data_sharding for name in batch_spec}
-        step = jax.jit(
-            self.eval_step,
-            in_shardings=(params_shardings, batch_sharding),
-            out_shardings=self.partitioner.replicated,
-        )
+        in_shardings = (shardings, batch_sharding, *(self.partitioner.replicated for _ in scalars))
+        step = jax.jit(function, in_shardings=in_shardings, out_shardings=out_shardings, **options)
         with self.partitioner.constraints():
-            return step.lower(params_shapes, dict(batch_spec)).compile()
+            return step.lower(shapes, dict(batch_spec), *scalars)
+
+    # --- validation ---------------------------------------------------------------------------------------------------
+
+    def check_batch_size(self, batch_size: int, binding: str = "train/utils.DatasetConfig.batch_size") -> None:
+        """Raises unless the global batch splits evenly over microbatches, data shards and groups."""
+        count, shards = self.options.num_microbatches, self.partitioner.data_parallel_size
+        if batch_size % count:
+            raise ConfigError(f"{binding} = {batch_size} is not divisible by Trainer.num_microbatches = {count}.")
+        micro = batch_size // count
+        per = f" in each of {count} microbatches" if count > 1 else ""
+        if micro % shards:
+            step = shards * count
+            lower, upper = batch_size // step * step, -(-batch_size // step) * step
+            nearest = f"{upper}" if lower == 0 else f"{lower} or {upper}"
+            raise ConfigError(
+                f"{binding} = {batch_size} (the global batch) gives {micro} examples{per}, not divisible by the "
+                f"{shards} data shards of the mesh. Nearest that is: {nearest}."
+            )
+        size, group = self.options.microbatch_size, self.options.group_size
+        on_device = micro // shards
+        where = f"the {on_device} examples{per}" + (f" on each of {shards} data shards" if shards > 1 else "")
+        if on_device % group:
+            raise ConfigError(
+                f"Trainer.group_size = {group} does not divide {where} of {binding} = {batch_size}. "
+                f"Nearest that does: {nearest_divisor(on_device, group)}."
+            )
+        if isinstance(size, int) and on_device % size:
+            raise ConfigError(
+                f"Trainer.microbatch_size = {size} does not divide {where} of {binding} = {batch_size}. "
+                f"Nearest that does: {nearest_divisor(on_device, size)}; 'auto' chooses by itself."
+            )
+        if isinstance(size, int) and size % group:
+            raise ConfigError(
+                f"Trainer.group_size = {group} does not divide Trainer.microbatch_size = {size}: a group is computed in one "
+                "microbatch."
+            )
+
+    def _check_statistics(self, shapes: TrainState, batch_size: int) -> None:
+        """Raises for an optimizer that needs an unknown statistic, or a variance where there is one example."""
+        for statistic in self.needs(shapes.params):
+            if isinstance(statistic, str) and statistic not in BUILT_IN:
+                raise ConfigError(
+                    f"the optimizer needs the statistic {statistic!r}, which is not known."
+                    f"{did_you_mean(statistic, BUILT_IN)} Known are {', '.join(BUILT_IN)}; declare another one as an object "
+                    f"among the optimizer's needs: per_example.Statistic({statistic!r}, ...)."
+                )
+            factorable = BUILT_IN.get(statistic, statistic).factorable
+            if self.options.unit == "token" and not factorable:
+                raise ConfigError(
+                    f"Trainer.unit = 'token' needs factorable statistics, φ(ab) = φ(a)φ(b), and the optimizer's "
+                    f"{statistic.name!r} is not declared as one. Use Trainer.unit = 'example', or declare it with "
+                    "per_example.Statistic(..., factorable=True) if it is."
+                )
+        if batch_size // self.options.group_size > 1:
+            return
+        where = f"BATCH_SIZE = {batch_size}"
+        if self.options.group_size > 1:
+            where += f" with Trainer.group_size = {self.options.group_size}"
+        if self.monitor is not None:
+            raise ConfigError(
+                f"Trainer.monitor measures the noise between examples, and {where} has none. Raise BATCH_SIZE, or set "
+                "Trainer.monitor = None."
+            )
+        if self.options.unit == "token":
+            return  # one example has many positions
+        try:
+            jax.eval_shape(lambda: self._update_with_one_group(shapes))
+        except ConfigError as e:
+            raise ConfigError(f"{where}: {e}") from e
+
+    def _update_with_one_group(self, shapes: TrainState) -> Any:
+        """An update whose number of groups is known while it is traced, so that optimizers can refuse it."""
+        params, opt_state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes.params, shapes.opt_state))
+        one = np.float32(1.0)
+        averages = {s if isinstance(s, str) else s.name: params for s in self.needs(params)}
+        statistics = GradStatistics(averages, one, np.int32(1), one, one, self.options.group_size)
+        return self.optimizer.update(params, opt_state, params, one, statistics=statistics)
+
+
+def _check_options(options: GradientOptions) -> None:
+    """Raises for an argument of `Trainer` that is wrong by itself, or together with another."""
+
+    def is_positive_int(x: Any) -> bool:
+        return isinstance(x, int) and not isinstance(x, bool) and x >= 1
+
+    if not is_positive_int(options.num_microbatches):
+        raise ConfigError(f"Trainer.num_microbatches = {options.num_microbatches!r}: must be None or at least 1.")
+    size = options.microbatch_size
+    if size not in (None, "auto") and not is_positive_int(size):
+        raise ConfigError(f"Trainer.microbatch_size = {size!r}: must be None, 'auto' or at least 1.")
+    if not is_positive_int(options.group_size):
+        raise ConfigError(f"Trainer.group_size = {options.group_size!r}: must be at least 1.")
+    clip = options.clip_norm
+    if clip is not None and (not isinstance(clip, int | float) or not clip > 0):
+        raise ConfigError(f"Trainer.clip_norm = {clip!r}: must be None or a positive norm.")
+    for name, known in (("transport_dtype", TRANSPORT_DTYPES), ("non_finite", NON_FINITE), ("unit", UNITS)):
+        value = getattr(options, name)
+        if value not in known and not (name == "transport_dtype" and value is None):
+            default = "None or " if name == "transport_dtype" else ""
+            raise ConfigError(
+                f"Trainer.{name} = {value!r}: must be {default}one of {', '.join(map(repr, known))}."
+                f"{did_you_mean(str(value), known)}"
+            )
+    if options.unit == "token":
+        for name, value, needed in (("group_size", options.group_size, 1), ("clip_norm", clip, None)):
+            if value != needed:
+                raise ConfigError(
+                    f"Trainer.unit = 'token' with Trainer.{name} = {value!r}: examples' gradients are not formed, so they "
+                    f"cannot be {'grouped' if name == 'group_size' else 'clipped'}. Set Trainer.{name} = {needed}, or "
+                    "Trainer.unit = 'example'."
+                )

@@ -7,12 +7,13 @@ import pytest
 
 from perex_t5x.errors import TrainingError
 from perex_t5x.metrics import MetricSums, MetricsWriter, model_flops_utilization
+from perex_t5x.models import DecoderOnlyModel
 
 STEP = {"loss": 8.0, "z_loss": 2.0, "correct": 3.0, "weights": 4.0, "tokens": 4.0, "all_tokens": 8.0, "examples": 2.0}
 
 
 def test_summary_by_hand():
-    sums = MetricSums()
+    sums = MetricSums(DecoderOnlyModel(None, None, None))
     sums.add(STEP, objective=2.0)  # normalised by 4 tokens
     sums.add({k: 2 * v for k, v in STEP.items()}, objective=2.0)
     summary = sums.summary()
@@ -29,8 +30,18 @@ def test_summary_by_hand():
     assert timing["timing/seqs_per_second_per_core"] == 0.75
 
 
+def test_a_model_without_metrics_of_its_own():
+    sums = MetricSums(object())
+    sums.add({"accuracy": 3.0, "examples": 4.0, "non_finite_examples": 0.0}, objective=2.0)
+    sums.add({"accuracy": 1.0, "examples": 4.0, "non_finite_examples": 1.0}, objective=1.0)
+    assert sums.summary() == {"loss": 1.5, "accuracy": 0.5}
+    timing = sums.timing(seconds=2.0, devices=4)
+    assert timing["timing/seqs_per_second"] == 4.0 and not any("token" in name for name in timing)
+    assert sums.speed(2.0) == {"examples/s": 4.0}
+
+
 def test_no_steps_no_summary():
-    assert MetricSums().summary() == {}
+    assert MetricSums(None).summary() == {}
 
 
 def test_utilisation_only_where_the_peak_is_known():

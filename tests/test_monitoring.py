@@ -9,11 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from perex_t5x import gradients, optimizers, per_example
+from perex_t5x import optimizers
 from perex_t5x.errors import ConfigError
+from perex_t5x.gradients import GradientOptions, gradient_with_statistics
 from perex_t5x.monitoring import Monitor, parameter_kind, shown
+from perex_t5x.partitioning import ParamShardings
+from perex_t5x.train_state import TrainState
 from tests import tiny
-from tests.trainer_support import assert_same, make_trainer, run
+from tests.trainer_support import assert_same, make_partitioner, make_trainer, run
 
 DROPOUT = "DROPOUT_RATE = 0.1"
 KINDS = {"all", "attention", "embedding", "logits", "mlp", "norm"}
@@ -61,20 +64,26 @@ def test_optimizers_measure_the_same():
 # --- the numbers ------------------------------------------------------------------------------------------------------
 
 
-def of_rows(rows, norms=True, **arguments):
-    """What `gradients.with_statistics` gives for examples whose gradients are `rows`."""
-    params = jax.tree.map(lambda x: jnp.zeros(x.shape[1:]), rows)
+class LinearModel:
+    """Its examples' gradients are the batch's rows."""
 
-    def loss_fn(p, batch, keys, normalizer):
+    def loss_normalizer(self, batch):
+        return jnp.float32(len(jax.tree.leaves(batch)[0]))
+
+    def loss_fn(self, p, batch, keys, normalizer):
         loss = sum(jnp.sum(a[None] * b) for a, b in zip(jax.tree.leaves(p), jax.tree.leaves(batch), strict=True))
         return loss / normalizer, {}
 
-    compute = per_example.grad_statistics(
-        loss_fn, Monitor.statistics, has_aux=True, batch_argnums=(1, 2), norms=norms, **arguments
+
+def of_rows(rows):
+    """What `gradient_with_statistics` gives for examples whose gradients are `rows`."""
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape[1:]), rows)
+    state = TrainState(jnp.int32(0), params, {}, jax.random.key_data(jax.random.key(0)))
+    partitioner = make_partitioner()
+    shardings = ParamShardings(partitioner, jax.tree.map(lambda _: partitioner.replicated, params))
+    return gradient_with_statistics(
+        LinearModel(), state, rows, Monitor.statistics, shardings, GradientOptions(), norms=True
     )
-    count = len(jax.tree.leaves(rows)[0])
-    keys = jax.random.split(jax.random.key(0), count)
-    return gradients.with_statistics(compute, params, rows, keys, jnp.float32(count))
 
 
 def example_rows(seed, count=8, mean=0.5):

@@ -10,8 +10,8 @@ and the examples' norms, in the order of the batch.
 import jax
 import numpy as np
 import pytest
+from jax.tree_util import keystr
 
-from perex_t5x.partitioning import path_name
 from tests.sharding_support import (
     BATCH,
     MESHES,
@@ -66,11 +66,13 @@ def check_that_it_is_double(found, measurement):
 
 def check_the_places_of_the_moments(state):
     """Every array of the optimizer's state that is like a parameter lies where the parameter lies."""
-    params = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state.params)}
+    params = {
+        keystr(path, simple=True, separator="/"): x for path, x in jax.tree_util.tree_leaves_with_path(state.params)
+    }
     for path, moment in jax.tree_util.tree_leaves_with_path(state.opt_state):
         if moment.ndim == 0:
             continue
-        name = path_name(path)
+        name = keystr(path, simple=True, separator="/")
         (param,) = [x for n, x in params.items() if name.endswith("/" + n)]
         assert moment.sharding.is_equivalent_to(param.sharding, param.ndim), name
 

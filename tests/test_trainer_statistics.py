@@ -1,4 +1,4 @@
-"""Statistics in the step: the mean is the plain gradient, nothing depends on how the batch is split, slips are named."""
+"""Statistics in the step: the mean is the plain gradient, nothing depends on how the batch is split, errors are named."""
 
 import functools
 
@@ -9,10 +9,9 @@ import optax
 import pytest
 
 from perex_t5x import optimizers, per_example
-from perex_t5x.device_gradients import example_keys
 from perex_t5x.errors import ConfigError
 from perex_t5x.monitoring import Monitor
-from perex_t5x.trainer import Trainer
+from perex_t5x.trainer import Trainer, example_keys
 from tests import tiny
 from tests.trainer_support import (
     BATCH,
@@ -165,36 +164,34 @@ def test_what_an_optimizer_logs_is_logged():
     assert 0 < metrics[-1]["scalars"]["per_example/floored_share"] < 1
 
 
-def mean_abs(learning_rate):
+MEAN_ABS = per_example.Statistic("mean_abs", jnp.abs)
+
+
+def mean_abs(learning_rate, statistic=MEAN_ABS):
     """An optimizer with a statistic of its own."""
 
     def update(statistics, state, params):
-        return jax.tree.map(lambda m, a: m / (a + 1e-8), statistics.mean, statistics["mean_abs"]), state
+        return jax.tree.map(lambda m, a: m / (a + 1e-8), statistics.mean, statistics[statistic]), state
 
-    made = optimizers.from_statistics("mean_abs", ("mean", "mean_abs"), lambda p: optax.EmptyState(), update)
+    made = optimizers.from_statistics("mean_abs", ("mean", statistic), lambda p: optax.EmptyState(), update)
     return optimizers.descend(made, learning_rate)
 
 
-def mean_abs_statistic():
-    return per_example.Statistic("mean_abs", jnp.abs)
-
-
 def test_an_optimizer_with_its_own_statistic():
-    trainer = make_trainer(mean_abs, statistics=[mean_abs_statistic()])
+    trainer = make_trainer(mean_abs)
     _, metrics = run(trainer, 8)
     assert metrics[-1]["objective"] < metrics[0]["objective"]
-    with pytest.raises(ConfigError, match=r"needs the statistic 'mean_abs'.*Trainer.statistics = \[@my_module"):
-        make_trainer(mean_abs).abstract_state({k: v.shape for k, v in tiny.random_batch(BATCH).items()})
+    with pytest.raises(ConfigError, match=r"needs the statistic 'mean_abs'.*per_example.Statistic\('mean_abs', ...\)"):
+        by_name = make_trainer(functools.partial(mean_abs, statistic="mean_abs"))
+        by_name.abstract_state({k: v.shape for k, v in tiny.random_batch(BATCH).items()})
 
 
 def test_its_own_statistic_from_gin(tmp_path):
     """As a user would: a module with the optimizer, named in a Gin file."""
     (tmp_path / "own.gin").write_text(
         "from __gin__ import dynamic_registration\n"
-        "from perex_t5x import trainer\n"
         "from tests import test_trainer_statistics as my_module\n"
         "OPTIMIZER = @my_module.mean_abs\n"
-        "trainer.Trainer.statistics = [@my_module.mean_abs_statistic()]\n"
     )
     files = ("models/tiny.gin", "runs/pretrain.gin", str(tmp_path / "own.gin"))
     step, _ = tiny.train(tmp_path / "run", "TRAIN_STEPS = 2", files=files)
@@ -213,7 +210,10 @@ def test_its_own_statistic_from_gin(tmp_path):
         ({"clip_norm": 0.0}, "Trainer.clip_norm = 0.0: must be None or a positive norm"),
         ({"non_finite": "skipp"}, "Trainer.non_finite = 'skipp'.*Did you mean 'skip'"),
         ({"monitor": 20}, r"Trainer.monitor = 20: give @monitoring.Monitor\(\)"),
-        ({"statistics": ["mean_abs"]}, "Trainer.statistics has 'mean_abs'"),
+        ({"transport_dtype": "int8"}, "Trainer.transport_dtype = 'int8': must be None or one of 'bfloat16', 'float16'"),
+        ({"unit": "tokens"}, "Trainer.unit = 'tokens': must be one of 'example', 'token'. Did you mean 'token'"),
+        ({"unit": "token", "group_size": 2}, "Trainer.unit = 'token' with Trainer.group_size = 2.*group_size = 1, or"),
+        ({"unit": "token", "clip_norm": 1.0}, "Trainer.unit = 'token' with Trainer.clip_norm = 1.0.*clip_norm = None"),
         ({"group_size": 16}, r"BATCH_SIZE = 16 with Trainer.group_size = 16: micro_adam_var estimates the variance"),
         ({"group_size": 16, "monitor": Monitor()}, "Trainer.monitor measures the noise between examples"),
     ],

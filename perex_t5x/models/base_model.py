@@ -1,9 +1,13 @@
-"""What both models share: loss, evaluation, scoring. A model joins a network, a vocabulary and an optimizer."""
+"""What both language models share: loss, metrics, evaluation, scoring, prediction.
+
+A model joins a network, a vocabulary and an optimizer; `perex_t5x.models.protocol` has what the trainer asks of it.
+"""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -70,7 +74,7 @@ class BaseTransformerModel(abc.ABC):
 
     @abc.abstractmethod
     def _start_decoding(self, params: Params, batch: Batch, max_decode_len: int | None) -> decoding.Start:
-        """Runs the prompt through the network and returns where decoding goes on from."""
+        """Runs the prompt through the network and returns the state that decoding starts from."""
 
     @abc.abstractmethod
     def flops_per_step(self, batch_size: int, feature_lengths: Mapping[str, int]) -> float:
@@ -78,7 +82,7 @@ class BaseTransformerModel(abc.ABC):
 
     @property
     def gathers_parameters(self) -> bool:
-        """Whether the network gathers its parameters where it uses them (`perex_t5x.models.parameters`).
+        """Whether the network gathers its parameters where it uses them (`perex_t5x.models.layers.parameter`).
 
         If not, a trainer that shards parameters over data gathers all of them before the network runs.
         """
@@ -173,6 +177,35 @@ class BaseTransformerModel(abc.ABC):
         sums = {name: jax.lax.stop_gradient(value).astype(jnp.float32) for name, value in sums.items()}
         return total / normalizer, sums
 
+    # Metrics of language models, under T5X's names.
+    loss_metric = "loss_per_nonpadding_target_token"
+    throughput: Mapping[str, str] = MappingProxyType({"target_tokens": "all_tokens"})
+
+    def summarize_metrics(self, sums: Mapping[str, float], objective: float) -> dict[str, float]:
+        """See `perex_t5x.models.protocol.SummarizesMetrics`.
+
+        `loss` is the objective that was optimised (divided by W); `loss_per_nonpadding_target_token` is Σ loss / Σ target
+        tokens, whatever W is.
+        """
+
+        def ratio(numerator: float, denominator: float) -> float:
+            return numerator / denominator if denominator else 0.0
+
+        loss, z_loss, tokens, all_tokens = (sums[name] for name in ("loss", "z_loss", "tokens", "all_tokens"))
+        # The objective is Σ loss / W; its z-loss part is in the same proportion.
+        scale = ratio(objective, loss)
+        return {
+            "accuracy": ratio(sums["correct"], sums["weights"]),
+            "loss": objective,
+            "cross_ent_loss": (loss - z_loss) * scale,
+            "z_loss": z_loss * scale,
+            "loss_per_nonpadding_target_token": ratio(loss, tokens),
+            "loss_per_all_target_tokens": ratio(loss, all_tokens),
+            "cross_ent_loss_per_all_target_tokens": ratio(loss - z_loss, all_tokens),
+            "z_loss_per_all_target_tokens": ratio(z_loss, all_tokens),
+            "nonpadding_fraction": ratio(tokens, all_tokens),
+        }
+
     def eval_fn(self, params: Params, batch: Batch) -> tuple[jax.Array, Sums]:
         """`loss_fn` without dropout."""
         return self.loss_fn(params, batch)
@@ -210,7 +243,7 @@ class BaseTransformerModel(abc.ABC):
           decode_method: 'greedy', 'temperature' or 'beam'.
           num_decodes: beams, or samples per row.
           temperature, top_k: of sampling; top_k = 0 keeps the whole vocabulary.
-          alpha: length penalty of beam search, see `perex_t5x.models.beam`.
+          alpha: length penalty of beam search, see `perex_t5x.models.decoding.length_penalty`.
           max_decode_len: most new tokens per row; None: as many as the row has room for.
           return_all_decodes: all `num_decodes`, best last, instead of the best.
 

@@ -1,19 +1,49 @@
-"""The small parts: norm, projection, embedding, MLP. Parameters are float32 and carry logical axis names."""
+"""Layers: norm, projection, embedding, MLP. Parameters are float32 and carry logical axis names."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from perex_t5x import partitioning
 from perex_t5x.models import dropout
 from perex_t5x.models.config import ACTIVATIONS, T5Config
-from perex_t5x.models.parameters import Initializer, parameter
 from perex_t5x.partitioning import constrain
 
+Initializer = Callable[..., jax.Array]
+
 fan_in_init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+
+
+def parameter(
+    module: nn.Module,
+    name: str,
+    init: Initializer,
+    axes: tuple[str, ...],
+    shape: Sequence[int],
+    dtype: Any,
+    sent_as: Any = None,
+) -> jax.Array:
+    """Parameter `name` of `module`, whole and in `dtype`; call it where `module.param` can be called.
+
+    Under FSDP the step's `shard_map` hands each device a shard of every parameter. The module learns that from
+    `partitioning.has_sharded_parameters()`, which the trainer's loss sets while it is traced (`PjitPartitioner.manual()`),
+    and gathers the parameter here, where it is used: inside a scanned layer, one layer's parameters are whole at a time.
+
+    Args:
+      init, axes, shape: as for `module.param` with `nn.with_logical_partitioning`.
+      sent_as: dtype to send the shards in; see `perex_t5x.partitioning.gather`.
+    """
+    if partitioning.has_sharded_parameters() and module.has_variable("params", name):
+        shard = module.get_variable("params", name)  # `module.param` would refuse it: it has not the whole shape
+        return partitioning.gather_parameter(shard, axes, shape, dtype, sent_as)
+    whole = module.param(name, nn.with_logical_partitioning(init, axes), tuple(shape), jnp.float32)
+    return whole.astype(dtype)
 
 
 class RMSNorm(nn.Module):

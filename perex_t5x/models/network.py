@@ -1,19 +1,23 @@
 """The two networks, under T5X's names: `DecoderWrapper` (decoder-only) and `Transformer` (T5 1.1 encoder-decoder).
 
-A T5X Gin file that says `from t5x.examples.t5 import network` becomes `from perex_t5x.models import network`.
+Both are stacks of one kind of `Layer`, unrolled or scanned, with or without rematerialisation, always the same function. A
+T5X Gin file that says `from t5x.examples.t5 import network` becomes `from perex_t5x.models import network`.
 """
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
+from perex_t5x import partitioning
 from perex_t5x.errors import ConfigError
-from perex_t5x.models import masks
-from perex_t5x.models.config import T5Config
-from perex_t5x.models.decoder import Decoder
-from perex_t5x.models.encoder import Encoder
-from perex_t5x.models.layers import Embed
+from perex_t5x.models import attention, dropout
+from perex_t5x.models.attention import LayerContext, MultiHeadAttention, RelativePositionBias
+from perex_t5x.models.config import REMAT_POLICIES, T5Config
+from perex_t5x.models.layers import Dense, Embed, MlpBlock, RMSNorm
+from perex_t5x.partitioning import constrain
+from perex_t5x.partitioning.gather import keep_all_but_gathered
 
 __all__ = ["DecoderWrapper", "T5Config", "Transformer"]
 
@@ -130,7 +134,216 @@ class Transformer(nn.Module):
             segment_ids_BxT=decoder_segment_ids,
             dropout_keys_B=dropout_keys_B,
             encoded_BxSxD=encoded_BxSxD,
-            cross_mask=masks.cross(encoder_input_tokens, encoder_segment_ids, decoder_segment_ids),
+            cross_mask=attention.cross_mask(encoder_input_tokens, encoder_segment_ids, decoder_segment_ids),
             mode=mode,
             cache_length=cache_length,
         )
+
+
+# --- stacks ------------------------------------------------------------------------------------------------------------
+
+
+class _Stack(nn.Module):
+    """What the encoder and the decoder share: embedding in front of the layers, a norm behind them, dropout at both."""
+
+    config: T5Config
+    token_embedder: Embed
+
+    def _embed(
+        self, tokens_BxT: jax.Array, dropout_keys_B: jax.Array | None, stack: int
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Returns embedded tokens, and the keys of dropout inside and outside the layers."""
+        stack_keys_B = dropout.fold(dropout_keys_B, stack)
+        outer_keys_B = dropout.fold(stack_keys_B, dropout.OUTSIDE_LAYERS)
+        x_BxTxD = self.token_embedder(tokens_BxT)
+        x_BxTxD = dropout.dropout(x_BxTxD, outer_keys_B, dropout.AFTER_EMBEDDING, self.config.dropout_rate)
+        return x_BxTxD, stack_keys_B, outer_keys_B
+
+    def _normed(self, x_BxTxD: jax.Array, outer_keys_B: jax.Array | None, name: str) -> jax.Array:
+        x_BxTxD = RMSNorm(self.config, name=name)(x_BxTxD)
+        return dropout.dropout(x_BxTxD, outer_keys_B, dropout.BEFORE_LOGITS, self.config.dropout_rate)
+
+
+class Encoder(_Stack):
+    """T5's encoder, tokens to vectors: bidirectional self-attention with one relative position bias for all layers."""
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens_BxS: jax.Array,
+        *,
+        segment_ids_BxS: jax.Array | None = None,
+        dropout_keys_B: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns [B, S, emb_dim]."""
+        cfg = self.config
+        length = tokens_BxS.shape[1]
+        relpos_bias = RelativePositionBias(cfg, bidirectional=True, name="relpos_bias")
+        x_BxSxD, stack_keys_B, outer_keys_B = self._embed(tokens_BxS, dropout_keys_B, dropout.ENCODER)
+        context = LayerContext(
+            mask=attention.encoder_self_mask(tokens_BxS, segment_ids_BxS),
+            bias=relpos_bias(jnp.arange(length)[None, :], num_keys=length, max_queries=length),
+            dropout_keys_B=stack_keys_B,
+        )
+        kind = {"self_attention": "attention", "scaled": False, "has_encoder": False}
+        x_BxSxD = apply_layers(cfg, cfg.num_encoder_layers, x_BxSxD, context, **kind)
+        return self._normed(x_BxSxD, outer_keys_B, "encoder_norm")
+
+
+class Decoder(_Stack):
+    """Tokens to logits. `has_encoder` makes it T5's: relative bias and cross-attention instead of rotary positions."""
+
+    has_encoder: bool
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens_BxT: jax.Array,
+        *,
+        positions_BxT: jax.Array | None = None,
+        segment_ids_BxT: jax.Array | None = None,
+        causal_attention_BxT: jax.Array | None = None,
+        dropout_keys_B: jax.Array | None = None,
+        encoded_BxSxD: jax.Array | None = None,
+        cross_mask: jax.Array | None = None,
+        mode: str = "train",
+        cache_length: int = 0,
+    ) -> jax.Array:
+        """Returns logits, [B, T, vocab_size], in at least float32.
+
+        Args:
+          positions_BxT: position of each token; None is 0, 1, ... In mode 'decode' it is required, [B, 1].
+          mode, cache_length: see `LayerContext`; in mode 'decode' it is the length of the cache given.
+        """
+        cfg = self.config
+        length = tokens_BxT.shape[1]
+        if mode == "decode":
+            mask = attention.cache_mask(positions_BxT[:, 0], cache_length)
+        else:
+            mask = attention.decoder_self_mask(length, segment_ids_BxT, causal_attention_BxT)
+        if positions_BxT is None:
+            positions_BxT = jnp.arange(length)[None, :]
+
+        rotary = bias = None
+        if not self.has_encoder:
+            rotary = attention.rotary_tables(positions_BxT, cfg.head_dim)
+        else:
+            relpos_bias = RelativePositionBias(cfg, bidirectional=False, name="relpos_bias")
+            # Distances within a packed example are those within the row: no need of its own positions.
+            at = positions_BxT if mode == "decode" else jnp.arange(length)[None, :]
+            keys = cache_length if mode == "decode" else length
+            bias = relpos_bias(at, num_keys=keys, max_queries=keys)
+
+        x_BxTxD, stack_keys_B, outer_keys_B = self._embed(tokens_BxT, dropout_keys_B, dropout.DECODER)
+        context = LayerContext(
+            mask=mask,
+            bias=bias,
+            rotary=rotary,
+            encoded_BxSxD=encoded_BxSxD,
+            cross_mask=cross_mask,
+            positions_B=positions_BxT[:, 0] if mode == "decode" else None,
+            dropout_keys_B=stack_keys_B,
+            is_causal=mask is None,
+            mode=mode,
+            cache_length=cache_length,
+        )
+        kind = {"self_attention": "self_attention", "scaled": not self.has_encoder, "has_encoder": self.has_encoder}
+        x_BxTxD = apply_layers(cfg, cfg.num_decoder_layers, x_BxTxD, context, **kind)
+        x_BxTxD = self._normed(x_BxTxD, outer_keys_B, "decoder_norm")
+        if cfg.logits_via_embedding:
+            logits_BxTxV = self.token_embedder.attend(x_BxTxD)
+        else:
+            dense = Dense(cfg.vocab_size, ("embed", "vocab"), cfg.wide_dtype, name="logits_dense")
+            logits_BxTxV = dense(x_BxTxD)
+        return constrain(logits_BxTxV, ("batch", "length", "vocab"))
+
+
+# --- layers ------------------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Pre-norm self-attention, cross-attention if `has_encoder`, MLP; each added to its input.
+
+    Attributes:
+      config: sizes.
+      self_attention: T5X's name of the block: 'self_attention' in a decoder, 'attention' in the encoder.
+      scaled: see `MultiHeadAttention`.
+      has_encoder: whether it attends to `context.encoded_BxSxD`.
+    """
+
+    config: T5Config
+    self_attention: str
+    scaled: bool
+    has_encoder: bool
+
+    @nn.compact
+    def __call__(self, x_BxTxD: jax.Array, layer_index: jax.Array | int, context: LayerContext):
+        cfg = self.config
+        keys_B = dropout.fold(context.dropout_keys_B, layer_index + 1)
+
+        def add(x_BxTxD: jax.Array, y_BxTxD: jax.Array, site: int) -> jax.Array:
+            y_BxTxD = dropout.dropout(y_BxTxD, keys_B, site, cfg.dropout_rate)
+            return constrain(x_BxTxD + y_BxTxD, ("batch", "length", "embed"))
+
+        y_BxTxD = RMSNorm(cfg, name=f"pre_{self.self_attention}_layer_norm")(x_BxTxD)
+        block = MultiHeadAttention(cfg, scaled=self.scaled, name=self.self_attention)
+        x_BxTxD = add(x_BxTxD, block.self_attention(y_BxTxD, context), dropout.AFTER_SELF_ATTENTION)
+        if self.has_encoder:
+            y_BxTxD = RMSNorm(cfg, name="pre_cross_attention_layer_norm")(x_BxTxD)
+            block = MultiHeadAttention(cfg, scaled=False, name="encoder_decoder_attention")
+            x_BxTxD = add(x_BxTxD, block.cross_attention(y_BxTxD, context), dropout.AFTER_CROSS_ATTENTION)
+        y_BxTxD = RMSNorm(cfg, name="pre_mlp_layer_norm")(x_BxTxD)
+        return add(x_BxTxD, MlpBlock(cfg, name="mlp")(y_BxTxD, keys_B), dropout.AFTER_MLP), None
+
+
+def apply_layers(config: T5Config, num_layers: int, x_BxTxD: jax.Array, context: LayerContext, **kwargs) -> jax.Array:
+    """Applies `num_layers` layers; call it inside a compact method.
+
+    Parameters are `layers_0`, `layers_1`, ... unrolled, or one `layers` whose leaves have a leading axis `layers`
+    when `config.scan_layers`. `restack` turns the first into the second.
+
+    Args:
+      kwargs: given to `Layer`, beside `config`.
+    """
+    policy = REMAT_POLICIES[config.remat_policy]
+    if partitioning.has_sharded_parameters() and config.remat_policy in ("none", "everything_saveable"):
+        policy = keep_all_but_gathered  # else all layers' gathered parameters would be kept for the backward pass
+    layer_cls = Layer
+    if policy is not None and context.mode == "train":
+        # A scan's body cannot be merged with its own recomputation; unrolled layers could be, and must not.
+        layer_cls = nn.remat(layer_cls, policy=policy, prevent_cse=not config.scan_layers)
+    if not config.scan_layers:
+        for i in range(num_layers):
+            x_BxTxD, _ = layer_cls(config=config, name=f"layers_{i}", **kwargs)(x_BxTxD, i, context)
+        return x_BxTxD
+    scanned_cls = nn.scan(
+        layer_cls,
+        variable_axes={"params": 0, "cache": 0, "cross_cache": 0},
+        split_rngs={"params": True},
+        in_axes=(0, nn.broadcast),
+        length=num_layers,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )
+    scanned = scanned_cls(config=config, name="layers", **kwargs)
+    x_BxTxD, _ = scanned(x_BxTxD, jnp.arange(num_layers, dtype=jnp.int32), context)
+    return x_BxTxD
+
+
+def restack(params: dict) -> dict:
+    """Turns unrolled parameters (`layers_0`, ...) into scanned ones (`layers`, leading axis of layers).
+
+    >>> import numpy as np
+    >>> unrolled = {"decoder": {"layers_0": {"w": np.zeros(3)}, "layers_1": {"w": np.ones(3)}}}
+    >>> restack(unrolled)["decoder"]["layers"]["w"].shape
+    (2, 3)
+    """
+    result, layers = {}, {}
+    for name, value in params.items():
+        prefix, _, number = name.rpartition("_")
+        if prefix == "layers" and number.isdigit():
+            layers[int(number)] = value
+        else:
+            result[name] = restack(value) if isinstance(value, dict) else value
+    if layers:
+        result["layers"] = jax.tree.map(lambda *x: jnp.stack(x), *(layers[i] for i in sorted(layers)))
+    return result

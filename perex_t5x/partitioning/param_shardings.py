@@ -1,4 +1,4 @@
-"""Where the parameters lie on the mesh, as the step sees it: parts over the data axes, the rest left to the compiler."""
+"""Parameter shardings inside the step's `shard_map`: manual over the data axes, automatic over `model`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr
 
-from perex_t5x.partitioning import PjitPartitioner, path_name
 from perex_t5x.partitioning.axes import names_of
 from perex_t5x.partitioning.gather import gather_by_spec
+from perex_t5x.partitioning.partitioner import PjitPartitioner
 from perex_t5x.per_example.engine.arguments import parameter_filter
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
-    """
+class ParamShardings:
+    """The parameters' shardings, split the way the step needs them.
+
     Attributes:
       partitioner: the mesh.
       shardings: a tree like the parameters, of `NamedSharding`.
@@ -25,23 +27,27 @@ class Places:
     partitioner: PjitPartitioner
     shardings: Any
 
-    def on_data(self, parameters: str | None = None) -> Any:
-        """Of each parameter, its sharding over the axes that divide the batch; None for those not selected.
+    def manual_specs(self, parameters: str | None = None) -> Any:
+        """Each parameter's `PartitionSpec` over the axes that divide the batch; None for parameters not selected.
 
         Args:
           parameters: as in `per_example.grad_statistics`: a regular expression, or None for all.
         """
-        wanted = parameter_filter(parameters)
+        is_selected = parameter_filter(parameters)
 
-        def one(path: Any, sharding: NamedSharding) -> PartitionSpec | None:
-            if wanted is not None and not wanted(path_name(path)):
+        def manual(path: Any, sharding: NamedSharding) -> PartitionSpec | None:
+            if is_selected is not None and not is_selected(keystr(path, simple=True, separator="/")):
                 return None
             return self.partitioner.divided(sharding.spec)[0]
 
-        return jax.tree_util.tree_map_with_path(one, self.shardings)
+        return jax.tree_util.tree_map_with_path(manual, self.shardings)
 
-    def automatic(self) -> Any:
-        """Of each parameter, its sharding over the axes that the compiler sees to; on one device None."""
+    def auto_specs(self) -> Any:
+        """Each parameter's sharding over the axes that are left to the compiler; None on one device.
+
+        `PartitionSpec`s where the data axes are manual, since they then refer to the `shard_map`'s mesh; else
+        `NamedSharding`s.
+        """
         mesh = self.partitioner.mesh
         if mesh.size == 1:
             return None
@@ -50,28 +56,28 @@ class Places:
             return specs
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
-    def summed(self) -> Any:
-        """Of each parameter, the data axes it is gathered over, and its gradient therefore summed over."""
+    def gathered_axes(self) -> Any:
+        """The data axes over which each parameter is gathered, so that its gradient arrives summed over them."""
 
-        def names(sharding: NamedSharding) -> tuple[str, ...]:
+        def axes_of(sharding: NamedSharding) -> tuple[str, ...]:
             spec, _ = self.partitioner.divided(sharding.spec)
-            every = [a for axes in spec for a in names_of(axes)]
-            return tuple(a for a in self.partitioner.batch_axes if a in every)
+            used = [a for axes in spec for a in names_of(axes)]
+            return tuple(a for a in self.partitioner.batch_axes if a in used)
 
-        return jax.tree.map(names, self.shardings)
+        return jax.tree.map(axes_of, self.shardings)
 
     def gather(self, params: Any) -> Any:
-        """All parameters whole, for a network that does not gather them where it uses them."""
+        """All parameters whole, for a model that does not gather them where it uses them."""
 
-        def whole(part: jax.Array, sharding: NamedSharding) -> jax.Array:
+        def whole(shard: jax.Array, sharding: NamedSharding) -> jax.Array:
             manual, automatic = self.partitioner.divided(sharding.spec)
             stages = self.partitioner.scatter_stages
-            return gather_by_spec(part, manual, part.dtype, stages=stages, automatic=automatic)
+            return gather_by_spec(shard, manual, shard.dtype, stages=stages, automatic=automatic)
 
         return jax.tree.map(whole, params, self.shardings)
 
     def constrain(self, tree: Any) -> Any:
-        """A tree like the parameters (None where one is missing), each leaf where its parameter is."""
+        """A tree like the parameters (None where one is missing), each leaf with its parameter's sharding."""
         if self.partitioner.mesh.size == 1:
             return tree
         shardings, structure = jax.tree.flatten(self.shardings)

@@ -1,18 +1,16 @@
-"""Mesh, logical axis rules, and the sharding of any pytree.
+"""`PjitPartitioner`: a mesh with logical axis rules, and the sharding of any pytree by them.
 
-Three mesh axes, always present: `replica` (slices over the data-centre network), `data` and `model`.
-A parameter or activation carries *logical* axis names (`embed`, `mlp`, ...); rules map these to mesh axes,
-the first rule that still fits wins:
-
-    rules = standard_logical_axis_rules(activation_partitioning_dims=1, parameter_partitioning_dims=1)
-    logical_to_mesh_axes(("embed", "mlp"), rules)          # PartitionSpec(None, 'model')
+Models name the axes of their activations and parameters and do not know the mesh. `PjitPartitioner.constraints()` and
+`PjitPartitioner.manual()` tell them while a program is traced: a model's calls of `constrain` and `gather_parameter` refer
+to the innermost such context of the current thread, and do nothing outside of any. It is a thread-local variable, not an
+argument, because it would otherwise have to be threaded through every Flax module, and users' modules would not have it.
+The other end is `perex_t5x.models.layers.parameter`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,169 +20,19 @@ import jax
 import numpy as np
 from absl import logging
 from flax import linen as nn
-from jax.experimental import mesh_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.partitioning.axes import DATA_AXES, MESH_AXES, MeshAxes, names_of, only_axes
 from perex_t5x.partitioning.gather import gather_by_spec
-
-LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
-
-
-def standard_logical_axis_rules(
-    activation_partitioning_dims: int = 1,
-    parameter_partitioning_dims: int = 1,
-    additional_rules: LogicalAxisRules | None = None,
-) -> LogicalAxisRules:
-    """Returns T5X's standard rules, as (logical axis, mesh axis) pairs in order of priority.
-
-    Args:
-      activation_partitioning_dims: 2 also shards the `embed` axis of activations over `model`.
-      parameter_partitioning_dims: 2 also shards the `embed` axis of parameters over `data` (FSDP).
-      additional_rules: appended, for axis names of one's own.
-
-    >>> dict(standard_logical_axis_rules())["mlp"]
-    'model'
-    >>> ("embed", "data") in standard_logical_axis_rules(parameter_partitioning_dims=2)
-    True
-    """
-    for name, dims in (
-        ("activation_partitioning_dims", activation_partitioning_dims),
-        ("parameter_partitioning_dims", parameter_partitioning_dims),
-    ):
-        if dims not in (1, 2):
-            raise ConfigError(f"standard_logical_axis_rules.{name} = {dims!r}: must be 1 or 2.")
-    rules: list[tuple[str, MeshAxes]] = [
-        ("batch", DATA_AXES),
-        ("vocab", "model"),
-        ("mlp", "model"),
-        ("heads", "model"),
-        ("joined_kv", "model"),
-    ]
-    if activation_partitioning_dims == 2:
-        rules.append(("embed", "model"))
-    if parameter_partitioning_dims == 2:
-        rules.append(("embed", "data"))
-    rules += [(name, None) for name in ("embed", "kv", "length", "layers", "relpos_buckets")]
-    return (*rules, *(additional_rules or ()))
-
-
-def logical_to_mesh_axes(names: Sequence[str | None], rules: LogicalAxisRules) -> PartitionSpec:
-    """Maps logical axis names to a `PartitionSpec`; a mesh axis is used at most once.
-
-    >>> rules = [("batch", "data"), ("length", None), ("embed", "data"), ("embed", None)]
-    >>> tuple(logical_to_mesh_axes(("batch", "length", "embed"), rules))
-    ('data', None, None)
-    """
-    unknown = [n for n in names if n is not None and n not in {rule[0] for rule in rules}]
-    if unknown:
-        raise ConfigError(
-            f"no logical axis rule for {unknown[0]!r} (axes {tuple(names)}). Add ({unknown[0]!r}, None) "
-            "or a mesh axis to PjitPartitioner.logical_axis_rules, for instance through "
-            "standard_logical_axis_rules.additional_rules."
-        )
-    spec: list[MeshAxes] = [None] * len(names)
-    settled = [name is None for name in names]
-    used: set[str] = set()
-    for logical, mesh_axes in rules:
-        for i, name in enumerate(names):
-            if settled[i] or name != logical:
-                continue
-            wanted = names_of(mesh_axes)
-            if used & set(wanted):
-                continue  # a later rule for the same name may still fit
-            spec[i] = mesh_axes
-            settled[i] = True
-            used |= set(wanted)
-    return PartitionSpec(*spec)
-
-
-class _Regions(threading.local):
-    """Per thread: programs are traced in the background while others are traced in the foreground."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[PjitPartitioner, bool]] = []  # (partitioner, whether the data axes are manual)
-
-
-_regions = _Regions()
-
-
-@contextlib.contextmanager
-def _region(partitioner: PjitPartitioner, manual: bool) -> Iterator[None]:
-    _regions.stack.append((partitioner, manual))
-    try:
-        yield
-    finally:
-        _regions.stack.pop()
-
-
-def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """Constrains an activation's sharding by logical names; the identity outside a partitioner's contexts."""
-    if not _regions.stack:
-        return x
-    partitioner, manual = _regions.stack[-1]
-    if partitioner.mesh.size == 1:
-        return x
-    spec = logical_to_mesh_axes(names, partitioner.automatic_rules if manual else partitioner.logical_axis_rules)
-    if manual and partitioner.batch_axes:  # the mesh is that of the shard_map around
-        return jax.lax.with_sharding_constraint(x, spec)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(partitioner.mesh, spec))
-
-
-def holds_parts() -> bool:
-    """Whether parameters may have to be gathered here: see `gather`."""
-    return bool(_regions.stack) and _regions.stack[-1][1] and _regions.stack[-1][0].shards_parameters_over_data
-
-
-def gather(
-    part: jax.Array,
-    names: Sequence[str | None],
-    shape: Sequence[int],
-    dtype: Any,
-    sent_as: Any = None,
-) -> jax.Array:
-    """A parameter whole, in `dtype`, from the part of it that this device has; outside `PjitPartitioner.manual`, a cast.
-
-    See `gathering.gather_by_spec`.
-
-    Args:
-      part: along the axes that are sharded over data axes.
-      names, shape: logical axes and whole shape of the parameter.
-      dtype: of the result.
-      sent_as: dtype to send it in, if it is not `dtype`.
-    """
-    if not holds_parts():
-        return part.astype(dtype)
-    partitioner = _regions.stack[-1][0]
-    spec, _ = partitioner.parameter_spec(names, shape)
-    manual, automatic = partitioner.divided(spec)
-    return gather_by_spec(part, manual, dtype, sent_as, partitioner.scatter_stages, automatic)
-
-
-def _mesh_shape(
-    num_devices: int,
-    num_partitions: int | None,
-    model_parallel_submesh: Sequence[int] | None,
-) -> tuple[int, int]:
-    """Returns (data, model) sizes for the devices of one slice."""
-    if model_parallel_submesh:
-        submesh = math.prod(model_parallel_submesh)
-        if num_partitions not in (None, 1, submesh):
-            raise ConfigError(
-                f"PjitPartitioner.num_partitions = {num_partitions} and model_parallel_submesh = "
-                f"{tuple(model_parallel_submesh)} (product {submesh}) disagree: give one of them."
-            )
-        num_partitions = submesh
-    model = num_partitions or 1
-    if model < 1 or num_devices % model:
-        nearest = nearest_divisor(num_devices, model)
-        raise ConfigError(
-            f"PjitPartitioner.num_partitions = {model} does not divide the {num_devices} device(s) here. "
-            f"The nearest that does: num_partitions = {nearest} (mesh data {num_devices // nearest} "
-            f"x model {nearest})."
-        )
-    return num_devices // model, model
+from perex_t5x.partitioning.mesh import make_mesh, torus_sizes
+from perex_t5x.partitioning.rules import (
+    LogicalAxisRules,
+    check_rules,
+    logical_to_mesh_axes,
+    standard_logical_axis_rules,
+)
 
 
 class PjitPartitioner:
@@ -214,18 +62,8 @@ class PjitPartitioner:
             raise ConfigError("PjitPartitioner: give either num_partitions / model_parallel_submesh or ici_mesh_shape.")
         rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
         self.logical_axis_rules = tuple((name, axes) for name, axes in rules)
-        for name, axes in self.logical_axis_rules:
-            for axis in names_of(axes):
-                if axis not in MESH_AXES:
-                    raise ConfigError(
-                        f"PjitPartitioner.logical_axis_rules maps {name!r} to {axis!r}; the mesh axes are {MESH_AXES}."
-                    )
-                if name == "layers" and axis in DATA_AXES:
-                    raise ConfigError(
-                        f"PjitPartitioner.logical_axis_rules maps 'layers' to {axis!r}: every device runs every layer. "
-                        "Shard 'embed' over 'data' instead (standard_logical_axis_rules.parameter_partitioning_dims = 2)."
-                    )
-        self.mesh = _make_mesh(
+        check_rules(self.logical_axis_rules)
+        self.mesh = make_mesh(
             num_partitions,
             model_parallel_submesh,
             ici_mesh_shape,
@@ -295,11 +133,11 @@ class PjitPartitioner:
 
     def constraints(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the models' activation constraints hold; enter it while tracing."""
-        return _region(self, manual=False)
+        return _entered(self, manual=False)
 
     def manual(self) -> contextlib.AbstractContextManager[None]:
         """The same inside a `shard_map` over the data axes: each device has its own rows, and gathers parameters."""
-        return _region(self, manual=True)
+        return _entered(self, manual=True)
 
     def params_shardings(self, boxed_params: Any) -> Any:
         """Sharding of every parameter from its logical axis names (`nn.with_logical_partitioning`)."""
@@ -313,7 +151,7 @@ class PjitPartitioner:
             for i, axes, size in dropped:
                 logging.warning(
                     "parameter %s: dimension %d of %s is not divisible by mesh axis %s (%d); replicated there.",
-                    path_name(path), i, tuple(shape), axes, size,
+                    keystr(path, simple=True, separator="/"), i, tuple(shape), axes, size,
                 )  # fmt: skip
             return NamedSharding(self.mesh, spec)
 
@@ -342,7 +180,7 @@ class PjitPartitioner:
         factored moments among them, is replicated.
         """
         by_path = {
-            path_name(path): (sharding, tuple(shape.shape))
+            keystr(path, simple=True, separator="/"): (sharding, tuple(shape.shape))
             for (path, sharding), shape in zip(
                 jax.tree_util.tree_leaves_with_path(params_shardings),
                 jax.tree.leaves(params_shapes),
@@ -351,7 +189,7 @@ class PjitPartitioner:
         }
 
         def sharding(path: Any, leaf: Any) -> NamedSharding:
-            parts = path_name(path).split("/")
+            parts = keystr(path, simple=True, separator="/").split("/")
             for start in range(len(parts)):
                 match = by_path.get("/".join(parts[start:]))
                 if match and match[1] == tuple(leaf.shape):
@@ -388,97 +226,66 @@ class PjitPartitioner:
         )
 
 
-def torus_sizes(coordinates: Sequence[Sequence[int] | None]) -> tuple[int, ...]:
-    """How many places devices take along each dimension of a torus, slowest first; () if they do not fill it in order.
+class _Contexts(threading.local):
+    """The contexts entered in this thread: one program may be traced in the background while another is traced here."""
 
-    >>> torus_sizes([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]), torus_sizes([(0, 1), (0, 2)])
-    ((2, 3), (2,))
-    >>> torus_sizes([(0, 0), (0, 1), (1, 1), (1, 0)]), torus_sizes([None, None])
-    ((), ())
+    def __init__(self) -> None:
+        self.stack: list[tuple[PjitPartitioner, bool]] = []  # (partitioner, whether the data axes are manual)
+
+
+_contexts = _Contexts()
+
+
+@contextlib.contextmanager
+def _entered(partitioner: PjitPartitioner, manual: bool) -> Iterator[None]:
+    _contexts.stack.append((partitioner, manual))
+    try:
+        yield
+    finally:
+        _contexts.stack.pop()
+
+
+def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
+    """Constrains an activation's sharding by logical names; the identity outside a partitioner's contexts."""
+    if not _contexts.stack:
+        return x
+    partitioner, manual = _contexts.stack[-1]
+    if partitioner.mesh.size == 1:
+        return x
+    spec = logical_to_mesh_axes(names, partitioner.automatic_rules if manual else partitioner.logical_axis_rules)
+    if manual and partitioner.batch_axes:  # inside shard_map: a PartitionSpec refers to its mesh
+        return jax.lax.with_sharding_constraint(x, spec)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(partitioner.mesh, spec))
+
+
+def has_sharded_parameters() -> bool:
+    """Whether the program being traced sees shards of parameters, not whole ones, so that `gather_parameter` is needed.
+
+    True inside `PjitPartitioner.manual()` under rules that shard parameters over data axes (FSDP).
     """
-    if None in coordinates:
-        return ()
-    places = [sorted(set(values)) for values in zip(*coordinates, strict=True)]
-    used = [k for k, values in enumerate(places) if len(values) > 1]
-    for order in itertools.permutations(used):
-        expected = itertools.product(*(places[k] for k in order))
-        if [tuple(c[k] for k in order) for c in coordinates] == list(expected):
-            return tuple(len(places[k]) for k in order)
-    return ()
+    return bool(_contexts.stack) and _contexts.stack[-1][1] and _contexts.stack[-1][0].shards_parameters_over_data
 
 
-def path_name(path: Sequence[Any]) -> str:
-    """Joins a jax key path with slashes: (DictKey('a'), GetAttrKey('mu')) -> 'a/mu'."""
-    parts = []
-    for key in path:
-        for attribute in ("key", "name", "idx"):
-            if hasattr(key, attribute):
-                parts.append(str(getattr(key, attribute)))
-                break
-    return "/".join(parts)
+def gather_parameter(
+    shard: jax.Array,
+    names: Sequence[str | None],
+    shape: Sequence[int],
+    dtype: Any,
+    sent_as: Any = None,
+) -> jax.Array:
+    """The whole parameter, in `dtype`, from this device's shard of it; a cast where parameters are not sharded.
 
+    See `perex_t5x.partitioning.gather.gather_by_spec`.
 
-def _make_mesh(
-    num_partitions: int | None,
-    model_parallel_submesh: Sequence[int] | None,
-    ici_mesh_shape: Sequence[int] | None,
-    dcn_mesh_shape: Sequence[int] | None,
-    devices: list[Any],
-) -> Mesh:
-    num_slices = len({getattr(d, "slice_index", 0) for d in devices})
-    dcn = _three("dcn_mesh_shape", dcn_mesh_shape) if dcn_mesh_shape else (num_slices, 1, 1)
-    across = math.prod(dcn)
-    if len(devices) % across:
-        raise ConfigError(
-            f"PjitPartitioner.dcn_mesh_shape = {dcn} asks for {across} slices, which does not divide the "
-            f"{len(devices)} device(s) here. The nearest that does: {(nearest_divisor(len(devices), across), 1, 1)}."
-        )
-    within = len(devices) // across
-    if ici_mesh_shape:
-        ici = _three("ici_mesh_shape", ici_mesh_shape)
-        if math.prod(ici) != within:
-            raise ConfigError(
-                f"PjitPartitioner.ici_mesh_shape = {ici} has {math.prod(ici)} devices, but there are {within} in a slice. "
-                f"The nearest that fits: ici_mesh_shape = {_nearest_shape(within, ici)}."
-            )
-    else:
-        ici = (1, *_mesh_shape(within, num_partitions, model_parallel_submesh))
-    if num_slices > 1:
-        grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices=devices, allow_split_physical_axes=True)
-        return Mesh(np.asarray(grid), MESH_AXES)
-    shape = tuple(i * d for i, d in zip(ici, dcn, strict=True))
-    if shape[2] == 1 and all(hasattr(d, "coords") for d in devices):
-        # In the order of the torus: each of `replica` and `data` takes whole lines, planes or blocks of it.
-        grid = np.array(sorted(devices, key=lambda d: (*d.coords, d.id))).reshape(shape)
-    else:
-        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    return Mesh(grid, MESH_AXES)
-
-
-def _nearest_shape(devices: int, wanted: Sequence[int]) -> tuple[int, int, int]:
-    """The mesh of so many devices whose sizes differ least from those wanted, as ratios.
-
-    >>> _nearest_shape(8, (1, 3, 2)), _nearest_shape(8, (2, 4, 2))
-    ((1, 4, 2), (1, 4, 2))
+    Args:
+      shard: this device's part along the axes that are sharded over data axes.
+      names, shape: logical axes and shape of the whole parameter.
+      dtype: of the result.
+      sent_as: dtype to send it in, if it is not `dtype`.
     """
-    divisors = [d for d in range(1, devices + 1) if devices % d == 0]
-    shapes = [
-        (r, d, devices // r // d) for r in divisors for d in divisors if devices // r % d == 0 and r * d <= devices
-    ]
-    return min(shapes, key=lambda shape: (sum(abs(math.log(a / b)) for a, b in zip(shape, wanted, strict=True)), shape))
-
-
-def nearest_divisor(whole: int, wanted: int) -> int:
-    return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: (abs(d - wanted), d))
-
-
-def _three(name: str, shape: Sequence[int]) -> tuple[int, int, int]:
-    """Accepts (data, model) as T5X does, or (replica, data, model)."""
-    shape = tuple(int(s) for s in shape)
-    if len(shape) == 2:
-        shape = (1, *shape)
-    if len(shape) != 3 or min(shape) < 1:
-        raise ConfigError(
-            f"PjitPartitioner.{name} = {shape}: give (replica, data, model) or (data, model), all positive."
-        )
-    return shape
+    if not has_sharded_parameters():
+        return shard.astype(dtype)
+    partitioner = _contexts.stack[-1][0]
+    spec, _ = partitioner.parameter_spec(names, shape)
+    manual, automatic = partitioner.divided(spec)
+    return gather_by_spec(shard, manual, dtype, sent_as, partitioner.scatter_stages, automatic)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.tree_util import keystr
 
-from perex_t5x import device_gradients
-from perex_t5x.partitioning import path_name
+from perex_t5x.gradients import gradient_with_statistics
 
 if TYPE_CHECKING:
     from perex_t5x.trainer import Trainer
@@ -49,10 +49,8 @@ def forms_of_step(trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruc
         seen.append(_rows(params, compute.account(params, *rest)))
 
     def traced(state: Any, batch: Any) -> Any:
-        needs = trainer.needs(state.params)
-        return device_gradients.with_statistics(
-            trainer, state, batch, needs, clip_norm=trainer.clip_norm, observe=observe
-        )
+        needs, shardings = trainer.needs(state.params), trainer.param_shardings(batch)
+        return gradient_with_statistics(trainer.model, state, batch, needs, shardings, trainer.options, observe=observe)
 
     with trainer.partitioner.constraints():
         jax.eval_shape(traced, shapes, dict(batch_spec))
@@ -63,6 +61,14 @@ def _rows(params: Any, account: Any) -> tuple[ParameterForm, ...]:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     norm_forms = [r.form for r in account.norm_forms] if account.norm_forms else [""] * len(leaves)
     return tuple(
-        ParameterForm(path_name(path), tuple(leaf.shape), r.form, norm_form, int(r.transient_bytes), r.note, r.kernel)
+        ParameterForm(
+            keystr(path, simple=True, separator="/"),
+            tuple(leaf.shape),
+            r.form,
+            norm_form,
+            int(r.transient_bytes),
+            r.note,
+            r.kernel,
+        )
         for (path, leaf), r, norm_form in zip(leaves, account.forms, norm_forms, strict=True)
     )

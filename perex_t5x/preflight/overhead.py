@@ -142,16 +142,20 @@ def _lowered(trainer: Any, spec: Any, program: Callable[..., Any]) -> Any:
 
 def _programs(way: str, trainer: Any, sizes: Sequence[bool]) -> dict[bool, Callable[..., Any]]:
     """One example at a time or not -> a function from (state, batch) to the mean, or (mean, mean square)."""
-    from perex_t5x import device_gradients
+    from perex_t5x import gradients
 
     def plain(one_at_a_time: bool, state: Any, batch: Any) -> Any:
-        trainer.num_microbatches = EXAMPLES_A_CHIP if one_at_a_time else 1
-        return device_gradients.plain(trainer, state, batch).mean
+        options = dataclasses.replace(trainer.options, num_microbatches=EXAMPLES_A_CHIP if one_at_a_time else 1)
+        return gradients.batch_gradient(trainer.model, state, batch, trainer.param_shardings(batch), options).mean
 
-    def statistics(one_at_a_time: bool, state: Any, batch: Any, kernels: bool = True, **options: Any) -> Any:
-        trainer.kernels, trainer.num_microbatches = kernels, EXAMPLES_A_CHIP if one_at_a_time else 1
-        found = device_gradients.with_statistics(trainer, state, batch, STATISTICS, **options).statistics
-        return found.mean, found.mean_square
+    def statistics(one_at_a_time: bool, state: Any, batch: Any, kernels: bool = True, method: str = "surgery") -> Any:
+        count = EXAMPLES_A_CHIP if one_at_a_time else 1
+        options = dataclasses.replace(trainer.options, num_microbatches=count, kernels=kernels)
+        shardings = trainer.param_shardings(batch)
+        gradient = gradients.gradient_with_statistics(
+            trainer.model, state, batch, STATISTICS, shardings, options, method=method
+        )
+        return gradient.statistics.mean, gradient.statistics.mean_square
 
     if way == MICRO_GRAD:
         return {True: functools.partial(_micro_grad, trainer)}
@@ -167,7 +171,7 @@ def _micro_grad(trainer: Any, state: Any, batch: Any) -> Any:
     from jax.sharding import PartitionSpec
     from optax import microbatching
 
-    from perex_t5x.device_gradients import example_keys
+    from perex_t5x.train_state import example_keys
 
     partitioner = trainer.partitioner
 

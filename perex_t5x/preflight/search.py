@@ -117,8 +117,8 @@ def changes(trainer: Trainer, examples: int, place: Place) -> Iterator[Change]:
 def _microbatches(trainer: Trainer, examples: int) -> list[int]:
     """Twice, four times ... as many as now, down to one group of examples a device."""
     on_device = examples // trainer.partitioner.data_parallel_size
-    found, count = [], 2 * trainer.num_microbatches
-    while on_device % count == 0 and (on_device // count) % trainer.group_size == 0:
+    found, count = [], 2 * trainer.options.num_microbatches
+    while on_device % count == 0 and (on_device // count) % trainer.options.group_size == 0:
         found.append(count)
         count *= 2
     return found

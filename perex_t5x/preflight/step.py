@@ -89,6 +89,7 @@ def topology_macro() -> tuple[str | None, int]:
 def build_parsed(devices: Sequence[Any]) -> tuple[Trainer, dict[str, jax.ShapeDtypeStruct]]:
     """The trainer of the parsed Gin configuration on these devices, and shapes and dtypes of its global batch."""
     from perex_t5x import train as train_script
+    from perex_t5x.models.protocol import feature_converter_cls, sharded_dimensions
 
     try:
         with gin.unlock_config():
@@ -105,8 +106,8 @@ def build_parsed(devices: Sequence[Any]) -> tuple[Trainer, dict[str, jax.ShapeDt
     model, partitioner = arguments["model"], arguments["partitioner"]
     trainer = arguments["trainer_cls"](model=model, partitioner=partitioner)
     trainer.check_batch_size(arguments["train_dataset_cfg"].batch_size)
-    partitioner.check_model(model.sharded_dimensions())
-    return trainer, _batch_spec(arguments["train_dataset_cfg"], model.FEATURE_CONVERTER_CLS())
+    partitioner.check_model(sharded_dimensions(model))
+    return trainer, _batch_spec(arguments["train_dataset_cfg"], feature_converter_cls(model))
 
 
 def build(

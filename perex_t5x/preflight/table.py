@@ -80,7 +80,7 @@ def loop_sizes(trainer: Trainer) -> dict[str, int]:
     from perex_t5x import models
 
     config = trainer.model.config
-    sizes = {"microbatch": trainer.num_microbatches}
+    sizes = {"microbatch": trainer.options.num_microbatches}
     if not config.scan_layers:
         return sizes
     if isinstance(trainer.model, models.EncoderDecoderModel) and config.num_encoder_layers != config.num_decoder_layers:

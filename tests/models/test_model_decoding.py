@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.models import beam, decoding
+from perex_t5x.models import decoding
 from tests.models.model_support import EOS, MAKE, TWO_LAYERS, batch, decoder_only, encoder_decoder, jit, logits, params
 
 
@@ -150,7 +150,7 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(kind, alpha, size=5, steps=
     for i, sequence in enumerate(candidates):
         rows[i, : len(sequence)] = sequence
     weights = np.arange(steps)[None] < np.array([len(c) for c in candidates])[:, None]
-    penalties = np.array([beam.length_penalty(len(c), alpha) for c in candidates])
+    penalties = np.array([decoding.length_penalty(len(c), alpha) for c in candidates])
     tokens, aux = predict(
         model, p, features, decode_method="beam", num_decodes=25, alpha=alpha, return_all_decodes=True
     )

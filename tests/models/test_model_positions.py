@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from perex_t5x.models import positions
+from perex_t5x.models import attention
 from tests.models.model_support import config
 
 
@@ -17,7 +17,7 @@ def test_rotary_is_a_rotation_of_pairs():
         pair = x[b, t, :, i] + 1j * x[b, t, :, i + 4]
         turned = pair * np.exp(1j * angle)
         expected[b, t, :, i], expected[b, t, :, i + 4] = turned.real, turned.imag
-    actual = positions.apply_rotary(jnp.asarray(x), positions.rotary_tables(jnp.asarray(at), 8))
+    actual = attention.apply_rotary(jnp.asarray(x), attention.rotary_tables(jnp.asarray(at), 8))
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
@@ -27,7 +27,7 @@ def test_rotary_products_depend_on_the_difference_only():
 
     def product(at_q, at_k):
         turned = [
-            positions.apply_rotary(x, positions.rotary_tables(jnp.array([[at]]), 16))
+            attention.apply_rotary(x, attention.rotary_tables(jnp.array([[at]]), 16))
             for x, at in ((q, at_q), (k, at_k))
         ]
         return float(jnp.sum(turned[0] * turned[1]))
@@ -57,14 +57,14 @@ def scalar_bucket(relative, bidirectional, buckets=32, far=128):
 def test_relative_buckets(bidirectional):
     relative = np.arange(-300, 301)
     expected = [scalar_bucket(int(r), bidirectional) for r in relative]
-    actual = positions.relative_buckets(relative, bidirectional=bidirectional)
+    actual = attention.relative_buckets(relative, bidirectional=bidirectional)
     np.testing.assert_array_equal(actual, expected)
     assert actual.min() == 0 and actual.max() == 31
 
 
 def test_relative_bias_of_one_position_is_a_row_of_the_whole():
 
-    module = positions.RelativePositionBias(config(), bidirectional=False)
+    module = attention.RelativePositionBias(config(), bidirectional=False)
     rows = jnp.arange(6)[None]
     variables = module.init(jax.random.key(0), rows, 6, 6)
     whole = module.apply(variables, rows, 6, 6)

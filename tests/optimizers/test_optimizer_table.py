@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from flax.serialization import from_state_dict, to_state_dict
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr
 
 from perex_t5x import optimizers
-from perex_t5x.partitioning import PjitPartitioner, path_name
+from perex_t5x.partitioning import PjitPartitioner
 from tests.optimizers.optimizer_support import OPTIMIZERS, flat, statistics_of, tree_grads, tree_params
 
 TABLE = {
@@ -87,7 +88,7 @@ def test_state_is_sharded_like_the_parameters(optimizer):
     updates, state = step(state, params, stats)
 
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        name = path_name(path)
+        name = keystr(path, simple=True, separator="/")
         spec = next((s for end, s in {
             "dense/kernel": PartitionSpec("data", "model"), "dense/bias": PartitionSpec("model"), "scale": PartitionSpec(),
         }.items() if name.endswith(end)), PartitionSpec())  # fmt: skip

@@ -51,7 +51,11 @@ class Chip:
 
     def report(self, trainer, spec):
         self.asked += 1
-        mine = next(iter(spec.values())).shape[0] // trainer.partitioner.data_parallel_size // trainer.num_microbatches
+        mine = (
+            next(iter(spec.values())).shape[0]
+            // trainer.partitioner.data_parallel_size
+            // trainer.options.num_microbatches
+        )
         if mine > self.examples:
             raise step.DoesNotFitError(f"{mine} examples.")
         return step.StepReport(1, 1, 1, 10**9, 0, 10**6, (), (), place.Place("v5e:2x2").chip)

@@ -208,7 +208,7 @@ class _Log:
 
     def __init__(self, program: Program, writer: MetricsWriter):
         self._program, self._writer = program, writer
-        self._sums, self._since = MetricSums(), time.monotonic()
+        self._sums, self._since = MetricSums(program.trainer.model), time.monotonic()
 
     def read(self, first: int, count: int, metrics: Any, measured: dict[str, Any]) -> float:
         """Metrics of steps first + 1 ... first + count; returns the last loss per token."""
@@ -235,7 +235,7 @@ class _Log:
             if name in self._sums.totals
         }
         self._writer.write("train", step, {**self._sums.summary(), **timing, **scalars, **skipped})
-        self._sums, self._since = MetricSums(), now
+        self._sums, self._since = MetricSums(self._program.trainer.model), now
 
     def evaluate(self, step: int, params: Any) -> None:
         begun = time.monotonic()

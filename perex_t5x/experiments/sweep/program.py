@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from perex_t5x import evaluation
 from perex_t5x.data.feed import batch_spec, make_feed
 from perex_t5x.errors import ConfigError
+from perex_t5x.models.protocol import feature_converter_cls
 from perex_t5x.trainer import Trainer, TrainState
 from perex_t5x.utils import DatasetConfig
 
@@ -52,7 +53,7 @@ class Program:
         model = arguments["model"]
         self.trainer: Trainer = arguments["trainer_cls"](model=model, partitioner=arguments["partitioner"])
         self.partitioner = self.trainer.partitioner
-        self.converter = model.FEATURE_CONVERTER_CLS()
+        self.converter = feature_converter_cls(model)
         relative = arguments["relative_steps"]
         self.last_step: int = arguments["total_steps"] if relative is None else relative
         self.eval_period: int = arguments["eval_period"]
@@ -148,7 +149,7 @@ class Program:
         found = {}
         for task, batches in self._eval_batches.items():
             outputs = [self._eval(params, batch) for batch in batches]
-            found[f"training_eval/{task}"] = evaluation.summarize(jax.device_get(outputs))
+            found[f"training_eval/{task}"] = evaluation.summarize(self.trainer.model, jax.device_get(outputs))
         return found
 
 

@@ -1,0 +1,102 @@
+"""Logical axis rules: from the names of a parameter's or activation's dimensions to mesh axes.
+
+A parameter or activation carries *logical* axis names (`embed`, `mlp`, ...). The first rule for a name whose mesh axis is
+still free applies:
+
+    rules = standard_logical_axis_rules(activation_partitioning_dims=1, parameter_partitioning_dims=1)
+    logical_to_mesh_axes(("embed", "mlp"), rules)          # PartitionSpec(None, 'model')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax.sharding import PartitionSpec
+
+from perex_t5x.errors import ConfigError
+from perex_t5x.partitioning.axes import DATA_AXES, MESH_AXES, MeshAxes, names_of
+
+LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
+
+
+def standard_logical_axis_rules(
+    activation_partitioning_dims: int = 1,
+    parameter_partitioning_dims: int = 1,
+    additional_rules: LogicalAxisRules | None = None,
+) -> LogicalAxisRules:
+    """Returns T5X's standard rules, as (logical axis, mesh axis) pairs in order of priority.
+
+    Args:
+      activation_partitioning_dims: 2 also shards the `embed` axis of activations over `model`.
+      parameter_partitioning_dims: 2 also shards the `embed` axis of parameters over `data` (FSDP).
+      additional_rules: appended, for axis names of one's own.
+
+    >>> dict(standard_logical_axis_rules())["mlp"]
+    'model'
+    >>> ("embed", "data") in standard_logical_axis_rules(parameter_partitioning_dims=2)
+    True
+    """
+    for name, dims in (
+        ("activation_partitioning_dims", activation_partitioning_dims),
+        ("parameter_partitioning_dims", parameter_partitioning_dims),
+    ):
+        if dims not in (1, 2):
+            raise ConfigError(f"standard_logical_axis_rules.{name} = {dims!r}: must be 1 or 2.")
+    rules: list[tuple[str, MeshAxes]] = [
+        ("batch", DATA_AXES),
+        ("vocab", "model"),
+        ("mlp", "model"),
+        ("heads", "model"),
+        ("joined_kv", "model"),
+    ]
+    if activation_partitioning_dims == 2:
+        rules.append(("embed", "model"))
+    if parameter_partitioning_dims == 2:
+        rules.append(("embed", "data"))
+    rules += [(name, None) for name in ("embed", "kv", "length", "layers", "relpos_buckets")]
+    return (*rules, *(additional_rules or ()))
+
+
+def logical_to_mesh_axes(names: Sequence[str | None], rules: LogicalAxisRules) -> PartitionSpec:
+    """Maps logical axis names to a `PartitionSpec`; a mesh axis is used at most once.
+
+    >>> rules = [("batch", "data"), ("length", None), ("embed", "data"), ("embed", None)]
+    >>> tuple(logical_to_mesh_axes(("batch", "length", "embed"), rules))
+    ('data', None, None)
+    """
+    unknown = [n for n in names if n is not None and n not in {rule[0] for rule in rules}]
+    if unknown:
+        raise ConfigError(
+            f"no logical axis rule for {unknown[0]!r} (axes {tuple(names)}). Add ({unknown[0]!r}, None) "
+            "or a mesh axis to PjitPartitioner.logical_axis_rules, for instance through "
+            "standard_logical_axis_rules.additional_rules."
+        )
+    spec: list[MeshAxes] = [None] * len(names)
+    settled = [name is None for name in names]
+    used: set[str] = set()
+    for logical, mesh_axes in rules:
+        for i, name in enumerate(names):
+            if settled[i] or name != logical:
+                continue
+            wanted = names_of(mesh_axes)
+            if used & set(wanted):
+                continue  # a later rule for the same name may still fit
+            spec[i] = mesh_axes
+            settled[i] = True
+            used |= set(wanted)
+    return PartitionSpec(*spec)
+
+
+def check_rules(rules: LogicalAxisRules) -> None:
+    """Raises for a rule that names an unknown mesh axis, or shards the axis of layers over data."""
+    for name, axes in rules:
+        for axis in names_of(axes):
+            if axis not in MESH_AXES:
+                raise ConfigError(
+                    f"PjitPartitioner.logical_axis_rules maps {name!r} to {axis!r}; the mesh axes are {MESH_AXES}."
+                )
+            if name == "layers" and axis in DATA_AXES:
+                raise ConfigError(
+                    f"PjitPartitioner.logical_axis_rules maps 'layers' to {axis!r}: every device runs every layer. "
+                    "Shard 'embed' over 'data' instead (standard_logical_axis_rules.parameter_partitioning_dims = 2)."
+                )
