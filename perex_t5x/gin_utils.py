@@ -150,6 +150,17 @@ def _check_macro_bindings(bindings: Iterable[str], scan: _Scan) -> None:
             )
 
 
+class MissingMacroError(ConfigError):
+    """Macros that are required and not given; `names` are theirs."""
+
+    def __init__(self, names: Sequence[str]):
+        super().__init__(
+            f"required but not given: {', '.join(names)}. Set in a gin file or on the command line: "
+            + " ".join(f"--gin.{name}=..." for name in names)
+        )
+        self.names = tuple(names)
+
+
 def _check_macros(scan: _Scan) -> None:
     """Every macro that is used is defined, and no required one is left open."""
     for name, place in scan.used.items():
@@ -160,10 +171,7 @@ def _check_macros(scan: _Scan) -> None:
             )
     missing = [name for name, value in scan.defined.items() if value == f"%{_REQUIRED}"]
     if missing:
-        raise ConfigError(
-            f"required but not given: {', '.join(missing)}. Set in a gin file or on the command line: "
-            + " ".join(f"--gin.{name}=..." for name in missing)
-        )
+        raise MissingMacroError(missing)
 
 
 def _parameters(configurable: Any) -> list[str]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# Looked up when they are used: the names of chips and slices are also wanted where JAX is not.
+# Imported on demand: the names of chips and slices are also needed where JAX is not installed.
 _MODULES = {
     "CHIPS": "hardware.chips",
     "Chip": "hardware.chips",
     "Collective": "preflight.hlo.program",
+    "CompileTarget": "preflight.step",
     "DoesNotFitError": "preflight.step",
+    "PreflightReport": "preflight.account",
     "Program": "preflight.hlo.program",
+    "ReportCache": "preflight.report_cache",
     "StepReport": "preflight.step",
     "build": "preflight.step",
     "canonical_topology": "hardware.slices",
@@ -19,6 +22,7 @@ _MODULES = {
     "chip_of": "hardware.chips",
     "compile_step": "preflight.step",
     "known_topologies": "hardware.slices",
+    "measure": "preflight.account",
     "report": "preflight.step",
     "tpu_devices": "hardware.devices",
 }

@@ -31,27 +31,27 @@ def _main(args: Any) -> int:
     import jax
 
     from perex_t5x.cli import spinner
-    from perex_t5x.preflight import account, cases, kept, page, place, report_cache, search, step, terminal
+    from perex_t5x.preflight import account, render, render_html, report_cache, search, step
 
-    columns = cases.cases(args.gin_file, args.gin_bindings, args.gin_search_paths, args.compare)
+    columns = search.cases(args.gin_file, args.gin_bindings, args.gin_search_paths, args.compare)
     # It cannot read programs for devices that are not there, and would warn of each.
     jax.config.update("jax_enable_compilation_cache", False)
-    compiler, line = report_cache.Compiler(kept.default_folder()), spinner.Working()
-    accounts, searches = [], []
+    cache, line = report_cache.ReportCache(report_cache.default_folder()), spinner.Working()
+    reports, searches = [], []
     for case in columns:
         case.parse()
-        where = place.find(args, *step.topology_macro())
-        accounts.append(account.measure(case.name, where, *step.build_parsed(where.devices()), compiler, line))
-        if accounts[-1].fits is False and not args.no_search:
-            searches.append(search.find(case, where, compiler, line))
+        target = step.CompileTarget.from_flags(args, *step.topology_macro())
+        reports.append(account.measure(case.name, target, *step.build_parsed(target.devices()), cache, line))
+        if reports[-1].fits is False and not args.no_search:
+            searches.append(search.search(case, target, cache, line))
     if args.json:  # before the table, whose reader may go away (`| head`)
-        found = {"cases": [a.as_dict() for a in accounts], "searches": [s.as_dict() for s in searches]}
-        _write(args.json, json.dumps(found, indent=1) + "\n")
+        values = {"cases": [r.as_dict() for r in reports], "searches": [s.as_dict() for s in searches]}
+        _write(args.json, json.dumps(values, indent=1) + "\n")
     if args.html:
         shown = shlex.join(["python", "-m", "perex_t5x.preflight", *sys.argv[1:]])
-        _write(args.html, page.page(accounts, searches, shown))
-    terminal.show(accounts, searches, sys.stdout)
-    return Reason.ERROR.exit_code if any(a.fits is False for a in accounts) else 0
+        _write(args.html, render_html.html_page(reports, searches, shown))
+    render.show(reports, searches, sys.stdout)
+    return Reason.ERROR.exit_code if any(r.fits is False for r in reports) else 0
 
 
 def _check_writable(path: str | None) -> None:

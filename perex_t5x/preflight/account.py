@@ -1,50 +1,60 @@
-"""All that preflight finds out about one configuration."""
+"""What a training step costs: memory by part, cycles and seconds, collectives, the price of the statistics.
+
+`measure` compiles one configuration and collects everything in a `PreflightReport`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+import optax
+from jax.tree_util import keystr
 
 from perex_t5x.cli.spinner import Working
-from perex_t5x.metrics import model_flops_utilization
-from perex_t5x.preflight import forms, memory, network_time, plain, table
-from perex_t5x.preflight.forms import ParameterForm
-from perex_t5x.preflight.place import Place
-from perex_t5x.preflight.report_cache import Compiler
-from perex_t5x.preflight.step import DoesNotFitError, StepReport
+from perex_t5x.gradients import gradient_with_statistics
+from perex_t5x.hardware.chips import Chip, peak_flops
+from perex_t5x.preflight.hlo.program import DCN, ICI, Collective
+from perex_t5x.preflight.report_cache import ReportCache
+from perex_t5x.preflight.step import CompileTarget, DoesNotFitError, StepReport
 
 if TYPE_CHECKING:
     from perex_t5x.trainer import Trainer
 
+PARAMETERS, OPTIMIZER, OTHER, BATCH = "parameters", "optimizer state", "other state", "batch"
+COMPARED = (
+    "the same model, mesh, batch and microbatches with optax.adamw on the plain gradient, no clipping, no skipping"
+)
+
 
 @dataclass(frozen=True)
-class Account:
-    """One configuration.
+class PreflightReport:
+    """Everything that preflight says about one configuration.
 
     Attributes:
       name: of the column.
-      place: what it is compiled for.
-      batch: the global batch and the mesh in words.
+      target: what it is compiled for.
+      batch: describes the global batch and the mesh.
       examples: of the global batch.
       target_tokens: of the global batch, padding included.
       flops: of the model in one step, nothing recomputed.
       device_kind: JAX's name of the devices.
       devices: how many.
-      parts: bytes of the arguments on one device; see `memory.argument_parts`.
+      parts: bytes of the arguments on one device; see `argument_parts`.
       statistics: names of those that the step computes; ('mean',) is the plain gradient.
-      report: of the compiled step; None where it does not fit.
-      refusal: the compiler's words where it does not fit; else ''.
-      plain: of the step that `plain.COMPARED` describes; None where the step itself is plain, or does not fit.
-      forms: of each parameter's statistics; empty for the plain gradient.
-      loops: the step's loops by name; see `table.loop_sizes`.
+      step: of the compiled step; None where it does not fit.
+      refusal: the compiler's message where it does not fit; else ''.
+      plain: of the step that `COMPARED` describes; None where the step itself is plain, or does not fit.
+      reductions: of each parameter's statistics; empty for the plain gradient.
+      loops: the step's loops by name; see `loop_sizes`.
     """
 
     name: str
-    place: Place
+    target: CompileTarget
     batch: str
     examples: int
     target_tokens: int
@@ -53,31 +63,31 @@ class Account:
     devices: int
     parts: dict[str, int]
     statistics: tuple[str, ...]
-    report: StepReport | None
+    step: StepReport | None
     refusal: str
     plain: StepReport | None
-    forms: tuple[ParameterForm, ...]
+    reductions: tuple[ParameterReduction, ...]
     loops: dict[str, int]
 
     @property
     def fits(self) -> bool | None:
         """None on a CPU, whose memory is not a chip's."""
-        if self.place.chip is None:
+        if self.target.chip is None:
             return None
-        return self.report is not None and self.report.peak_bytes <= self.place.chip.hbm_bytes
+        return self.step is not None and self.step.peak_bytes <= self.target.chip.hbm_bytes
 
     @property
     def seconds(self) -> float | None:
-        """The compiler's cycles at the chip's clock, collectives not counted; None where there are none."""
-        return (self.report.seconds or None) if self.report else None
+        """The compiler's cycles at the chip's clock, without collectives; None where there is no estimate."""
+        return (self.step.seconds or None) if self.step else None
 
     def collective_seconds(self) -> dict[str, float]:
-        """Network -> seconds of all collectives, at the rates that are published for it; empty without `seconds`."""
-        return network_time.seconds(self.report.collectives, self.place.chip) if self.seconds else {}
+        """Network -> seconds of all collectives, at published rates; empty without `seconds`."""
+        return network_seconds(self.step.collectives, self.target.chip) if self.seconds else {}
 
     @property
     def seconds_unhidden(self) -> float | None:
-        """`seconds`, and all collectives after them: none runs while something is computed."""
+        """`seconds` plus all collectives: none is overlapped with computation."""
         return self.seconds + sum(self.collective_seconds().values()) if self.seconds else None
 
     @property
@@ -98,54 +108,54 @@ class Account:
     def _mfu(self, seconds: float | None) -> float | None:
         if not seconds:
             return None
-        found = model_flops_utilization(self.flops, 1 / seconds, self.device_kind, self.devices)
-        return next(iter(found.values()), None)
+        peak = peak_flops(self.device_kind)
+        return self.flops / seconds / (peak * self.devices) if peak else None
 
     @property
     def cycles_ratio(self) -> float | None:
         """Of the step to the plain one."""
-        return self.report.cycles / self.plain.cycles if self.plain and self.plain.cycles else None
+        return self.step.cycles / self.plain.cycles if self.plain and self.plain.cycles else None
 
     @property
     def temp_ratio(self) -> float | None:
-        return self.report.temp_bytes / self.plain.temp_bytes if self.plain and self.plain.temp_bytes else None
+        return self.step.temp_bytes / self.plain.temp_bytes if self.plain and self.plain.temp_bytes else None
 
     def memory_parts(self) -> dict[str, int]:
-        """Bytes on one device by part, adding up to the peak; of a step that does not fit, what is known."""
-        parts = {name: size for name, size in self.parts.items() if size >= 1000 or name != memory.OTHER}
-        if self.report is None:
+        """Bytes on one device by part, adding up to the peak; for a step that does not fit, the known ones."""
+        parts = {name: size for name, size in self.parts.items() if size >= 1000 or name != OTHER}
+        if self.step is None:
             return parts
-        parts["padding of the layout"] = max(0, self.report.argument_bytes - sum(parts.values()))
-        parts["results beside the state"] = self.report.output_bytes - self.report.alias_bytes
-        if not self.forms:
-            parts["temporaries of the plain gradient"] = self.report.temp_bytes
+        parts["padding of the layout"] = max(0, self.step.argument_bytes - sum(parts.values()))
+        parts["outputs not aliased to inputs"] = self.step.output_bytes - self.step.alias_bytes
+        if not self.reductions:
+            parts["temporaries of the plain gradient"] = self.step.temp_bytes
         elif self.plain is None:
-            parts["temporaries"] = self.report.temp_bytes
+            parts["temporaries"] = self.step.temp_bytes
         else:
-            plain_part = min(self.plain.temp_bytes, self.report.temp_bytes)
+            plain_part = min(self.plain.temp_bytes, self.step.temp_bytes)
             parts["temporaries of the plain gradient"] = plain_part
-            parts["temporaries of the statistics"] = self.report.temp_bytes - plain_part
+            parts["temporaries of the statistics"] = self.step.temp_bytes - plain_part
         return parts
 
     def traffic(self) -> dict[tuple[str, str, str], int]:
-        """(network, kind, axes) -> bytes a step, largest first."""
+        """(network, kind, axes) -> bytes per step, largest first."""
         totals: dict[tuple[str, str, str], int] = {}
-        for c in self.report.collectives if self.report else ():
-            key = (c.network, table.kind_name(c), ", ".join(c.axes) or "-")
+        for c in self.step.collectives if self.step else ():
+            key = (c.network, c.kind_name, ", ".join(c.axes) or "-")
             totals[key] = totals.get(key, 0) + c.bytes_per_step
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def network_bytes(self, network: str) -> int:
-        """Bytes a step and device over 'ICI' or 'DCN'."""
+        """Bytes per step and device over 'ICI' or 'DCN'."""
         return sum(size for (name, _, _), size in self.traffic().items() if name == network)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        report = self.report and dataclasses.asdict(self.report)
+        report = self.step and dataclasses.asdict(self.step)
         return {
             "name": self.name,
-            "topology": self.place.topology or None,
-            "slices": self.place.slices,
+            "topology": self.target.topology or None,
+            "slices": self.target.slices,
             "devices": self.devices,
             "device_kind": self.device_kind,
             "batch": self.batch,
@@ -154,10 +164,10 @@ class Account:
             "statistics": list(self.statistics),
             "fits": self.fits,
             "refusal": self.refusal or None,
-            "hbm_bytes": self.place.chip.hbm_bytes if self.place.chip else None,
-            "peak_bytes": self.report.peak_bytes if self.report else None,
+            "hbm_bytes": self.target.chip.hbm_bytes if self.target.chip else None,
+            "peak_bytes": self.step.peak_bytes if self.step else None,
             "memory": self.memory_parts(),
-            "cycles": (self.report.cycles or None) if self.report else None,
+            "cycles": (self.step.cycles or None) if self.step else None,
             "seconds": self.seconds,
             "collective_seconds": self.collective_seconds(),
             "seconds_unhidden": self.seconds_unhidden,
@@ -165,10 +175,10 @@ class Account:
             "model_flops": self.flops,
             "mfu": self.mfu,
             "mfu_unhidden": self.mfu_unhidden,
-            "unestimated": list(self.report.unestimated) if self.report else [],
+            "unestimated": list(self.step.unestimated) if self.step else [],
             "overhead": self.plain
             and {
-                "compared": plain.COMPARED,
+                "compared": COMPARED,
                 "cycles": self.cycles_ratio,
                 "temporaries": self.temp_ratio,
                 "plain_cycles": self.plain.cycles or None,
@@ -179,57 +189,220 @@ class Account:
                 for (network, kind, axes), size in self.traffic().items()
             ],
             "collectives": report["collectives"] if report else [],
-            "coverage": [dataclasses.asdict(form) for form in self.forms],
+            "coverage": [dataclasses.asdict(reduction) for reduction in self.reductions],
         }
 
 
 def measure(
     name: str,
-    place: Place,
+    target: CompileTarget,
     trainer: Trainer,
     spec: Mapping[str, jax.ShapeDtypeStruct],
-    compiler: Compiler,
+    cache: ReportCache,
     working: Working,
-) -> Account:
-    """Compiles a trainer's step, and the plain one beside it, and reads both."""
+) -> PreflightReport:
+    """Compiles a trainer's step and the plain one, and reads both."""
     shapes, _, _ = trainer.abstract_state({feature: s.shape for feature, s in spec.items()})
     devices = trainer.partitioner.mesh.devices
     examples, length = spec["decoder_target_tokens"].shape
     is_plain = trainer.has_plain_gradient(shapes.params)
-    with working(f"{name}: compiling the step for {place}"):
-        report, refusal = _compiled(compiler, trainer, spec)
+    with working(f"{name}: compiling the step for {target}"):
+        report, refusal = _compiled(cache, trainer, spec)
     compared = None
     if report is not None and not is_plain:
         with working(f"{name}: compiling the plain gradient's step"):
-            compared, _ = _compiled(compiler, plain.plain_trainer(trainer), spec)
-    found: tuple[ParameterForm, ...] = ()
+            compared, _ = _compiled(cache, plain_trainer(trainer), spec)
+    reductions: tuple[ParameterReduction, ...] = ()
     if not is_plain:
         with working(f"{name}: looking at each parameter"):
-            found = forms.forms_of_step(trainer, spec)
-    return Account(
+            reductions = reductions_of_step(trainer, spec)
+    return PreflightReport(
         name=name,
-        place=place,
+        target=target,
         batch=trainer.partitioner.describe_batch(examples).partition(" on ")[0],
         examples=examples,
         target_tokens=examples * length,
         flops=trainer.model.flops_per_step(examples, {feature: s.shape[1] for feature, s in spec.items()}),
         device_kind=devices.flat[0].device_kind,
         devices=devices.size,
-        parts=memory.argument_parts(trainer, spec),
+        parts=argument_parts(trainer, spec),
         statistics=tuple(trainer.needs(shapes.params)),
-        report=report,
+        step=report,
         refusal=refusal,
         plain=compared,
-        forms=found,
-        loops=table.loop_sizes(trainer),
+        reductions=reductions,
+        loops=loop_sizes(trainer),
     )
 
 
 def _compiled(
-    compiler: Compiler, trainer: Trainer, spec: Mapping[str, jax.ShapeDtypeStruct]
+    cache: ReportCache, trainer: Trainer, spec: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[StepReport | None, str]:
-    """(report, ''), or (None, the compiler's words) where the step does not fit."""
+    """(report, ''), or (None, the compiler's message) where the step does not fit."""
     try:
-        return compiler.report(trainer, spec), ""
+        return cache.report(trainer, spec), ""
     except DoesNotFitError as e:
-        return None, e.account
+        return None, e.refusal
+
+
+# --- the plain step to compare with -----------------------------------------------------------------------------------
+
+
+def plain_trainer(trainer: Trainer) -> Trainer:
+    """A trainer that differs from this one as `COMPARED` says."""
+    return trainer.replace(
+        optimizer_def=optax.adamw, clip_norm=None, non_finite="keep", monitor=None, group_size=1, unit="example"
+    )
+
+
+# --- memory, before anything is compiled ------------------------------------------------------------------------------
+
+
+def argument_parts(trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:
+    """Bytes of parameters, optimizer state, other state (step, RNG, the monitor's averages) and batch on one device.
+
+    Without the padding of the chip's tiled layouts, which the compiler's count of the arguments includes.
+    """
+    shapes, shardings, _ = trainer.abstract_state({name: spec.shape for name, spec in batch_spec.items()})
+    rows = {name: trainer.partitioner.data_sharding for name in batch_spec}
+    other = ("step", "rng", "monitor")
+    return {
+        PARAMETERS: bytes_on_device(shapes.params, shardings.params),
+        OPTIMIZER: bytes_on_device(shapes.opt_state, shardings.opt_state),
+        OTHER: sum(bytes_on_device(getattr(shapes, name), getattr(shardings, name)) for name in other),
+        BATCH: bytes_on_device(dict(batch_spec), rows),
+    }
+
+
+def bytes_on_device(shapes: Any, shardings: Any) -> int:
+    """Bytes of a tree's arrays on one device.
+
+    >>> sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    >>> bytes_on_device({"w": jax.ShapeDtypeStruct((3, 4), "float32")}, {"w": sharding})
+    48
+    """
+    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    return sum(math.prod(where.shard_shape(x.shape)) * x.dtype.itemsize for x, where in leaves)
+
+
+# --- loops and collectives --------------------------------------------------------------------------------------------
+
+
+def loop_sizes(trainer: Trainer) -> dict[str, int]:
+    """Name -> turns of the loops of a trainer's step, outermost first: {'microbatch': 4, 'layer': 12}."""
+    from perex_t5x import models
+
+    config = trainer.model.config
+    sizes = {"microbatch": trainer.options.num_microbatches}
+    if not config.scan_layers:
+        return sizes
+    if isinstance(trainer.model, models.EncoderDecoderModel) and config.num_encoder_layers != config.num_decoder_layers:
+        return sizes | {"encoder layer": config.num_encoder_layers, "decoder layer": config.num_decoder_layers}
+    return sizes | {"layer": config.num_decoder_layers}
+
+
+def network_seconds(collectives: Iterable[Collective], chip: Chip) -> dict[str, float]:
+    """Network -> seconds per step of all collectives, one after another, at published rates.
+
+    Within a slice a collective runs round a ring along one dimension of the torus, both ways at once: two links. With n
+    devices in a group, and S bytes of the whole array on one of them, the bytes that pass each device are
+
+    | kind | bytes |
+    |---|---|
+    | all-gather, reduce-scatter, collective-broadcast | S (n − 1) / n |
+    | all-reduce | 2 S (n − 1) / n |
+    | all-to-all | S n / 4: a quarter of the way round the ring on average |
+    | collective-permute | S, over one link |
+
+    Between slices the rate is a device's share of its host's network. Latency is not counted, and a group along several
+    dimensions of the torus could be faster than one ring: numbers to compare with, not measurements.
+
+    >>> from perex_t5x.hardware.chips import chip
+    >>> gather = Collective("all-gather", "g", 10**9, 1, ("data",), (10,), 10, ICI, group_size=16)
+    >>> network_seconds([gather], chip("v5e"))
+    {'ICI': 0.09375, 'DCN': 0.0}
+    """
+    seconds = {ICI: 0.0, DCN: 0.0}
+    for c in collectives:
+        if c.network:
+            seconds[c.network] += c.executions * _bytes_passing(c) / _rate(c, chip)
+    return seconds
+
+
+def _bytes_passing(c: Collective) -> float:
+    if c.kind == "collective-permute":
+        return c.bytes
+    if c.kind.endswith("all-to-all"):
+        return c.bytes * c.group_size / 4
+    rounds = 2 if c.kind == "all-reduce" else 1
+    return rounds * c.bytes * (c.group_size - 1) / c.group_size
+
+
+def _rate(c: Collective, chip: Chip) -> float:
+    if c.network == DCN:
+        return chip.dcn_bytes_per_second
+    return chip.link_bytes_per_second * (1 if c.kind == "collective-permute" else 2)
+
+
+# --- reductions of the statistics -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParameterReduction:
+    """How the statistics of one parameter are reduced.
+
+    Attributes:
+      parameter: its name.
+      shape: of the part that one device has over the data axes.
+      form: see `perex_t5x.per_example.reductions.reducer`.
+      norm_form: that of the pass for the norms, where clipping or skipping needs one; else ''.
+      transient_bytes: of per-example gradients held at a time, on one device.
+      note: why there is no better one.
+      kernel: why no kernel does it; '' where one does, None where there is none for it.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    form: str
+    norm_form: str
+    transient_bytes: int
+    note: str
+    kernel: str | None = None
+
+
+def reductions_of_step(
+    trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[ParameterReduction, ...]:
+    """What `per_example.coverage` says of this trainer's step; empty for the plain gradient. Nothing is compiled."""
+    shapes, _, _ = trainer.abstract_state({name: spec.shape for name, spec in batch_spec.items()})
+    if trainer.has_plain_gradient(shapes.params):
+        return ()
+    seen: list[tuple[ParameterReduction, ...]] = []
+
+    def observe(compute: Any, params: Any, *rest: Any) -> None:
+        seen.append(_rows(params, compute.account(params, *rest)))
+
+    def traced(state: Any, batch: Any) -> Any:
+        needs, shardings = trainer.needs(state.params), trainer.param_shardings(batch)
+        return gradient_with_statistics(trainer.model, state, batch, needs, shardings, trainer.options, observe=observe)
+
+    with trainer.partitioner.constraints():
+        jax.eval_shape(traced, shapes, dict(batch_spec))
+    return seen[0]
+
+
+def _rows(params: Any, account: Any) -> tuple[ParameterReduction, ...]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    norm_forms = [r.form for r in account.norm_forms] if account.norm_forms else [""] * len(leaves)
+    return tuple(
+        ParameterReduction(
+            keystr(path, simple=True, separator="/"),
+            tuple(leaf.shape),
+            r.form,
+            norm_form,
+            int(r.transient_bytes),
+            r.note,
+            r.kernel,
+        )
+        for (path, leaf), r, norm_form in zip(leaves, account.forms, norm_forms, strict=True)
+    )

@@ -22,19 +22,19 @@ from perex_t5x.preflight import command
 def _main(args: Any) -> None:
     command.start(args)
     # Only now: these look for a device when they are imported.
-    from perex_t5x.preflight import place, step, table
+    from perex_t5x.preflight import account, render, step
 
     step.parse_gin(args.gin_file, args.gin_bindings, args.gin_search_paths)
-    devices = place.find(args, *step.topology_macro()).devices()
+    devices = step.CompileTarget.from_flags(args, *step.topology_macro()).devices()
     trainer, spec = step.build_parsed(devices)
     batch = trainer.partitioner.describe_batch(next(iter(spec.values())).shape[0])
     print(f"compiling for {len(devices)} x {devices[0].device_kind}: {batch}", file=sys.stderr, flush=True)
-    found = step.report(step.compile_step(trainer, spec), trainer.partitioner.mesh)
-    lines = table.rows(found.collectives, table.loop_sizes(trainer), args.each)
-    print(table.as_text(lines, args.markdown) if lines else "no collectives")
+    report = step.report(step.compile_step(trainer, spec), trainer.partitioner.mesh)
+    rows = render.collective_rows(report.collectives, account.loop_sizes(trainer), args.each)
+    print(render.collectives_text(rows, args.markdown) if rows else "no collectives")
     if not args.markdown:
-        state, temporaries = table.format_bytes(found.argument_bytes), table.format_bytes(found.temp_bytes)
-        print(f"\na device: state and batch {state}, temporaries {temporaries}")
+        state, temporaries = render.format_bytes(report.argument_bytes), render.format_bytes(report.temp_bytes)
+        print(f"\nper device: state and batch {state}, temporaries {temporaries}")
 
 
 def define_flags() -> None:

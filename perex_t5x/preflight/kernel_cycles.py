@@ -1,50 +1,79 @@
-"""Cycles of Pallas kernels, of which the compiled program says nothing.
+"""Cycles of Pallas kernels, for which the compiled program has no estimate.
 
-Each kernel of a program is compiled once more, alone, in a process whose compiler writes down the schedule, and counts
+Each kernel of a program is compiled again, alone, in a process whose compiler writes down the static schedule, and counts
 
-    max(schedule, products / (products a cycle at peak), bytes / (bytes a cycle of the memory))
+    max(schedule, FLOPs / (FLOPs per cycle at peak), bytes / (bytes per cycle of the memory))
 
-with the schedule's bundles as often as they run (`bundles`), and products and bytes as the kernel states them
-(`pl.CostEstimate`). What was found is kept: the same kernel is in many programs.
+with the schedule's bundles as often as they run, and FLOPs and bytes as the kernel states them (`pl.CostEstimate`). Results
+are kept: the same kernel occurs in many programs.
+
+A bundle is what the chip starts in one cycle. The schedule (`...-final_bundles.txt`) has one per line, with branches and the
+exit tests of loops:
+
+    0x864 LB: >> { ... %p9 = scmp.ge.s32.totalorder %s1, 4 /* loop exit test */ } /* Start region 149 */
+    ...
+   0x17e4   : >> { ... sbr.rel (!%p9) target = $region149 }
+
+The sum of the bundles, each as often as it runs, is the time of the kernel if it never waits for memory.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import logging
+import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from perex_t5x.hardware.chips import Chip
 from perex_t5x.per_example.kernels import matmul
-from perex_t5x.preflight import bundles, kept
 from perex_t5x.preflight.hlo.program import Program
-from perex_t5x.preflight.kernel_text import Kernel, is_kernel, kernel_of
+from perex_t5x.preflight.hlo.text import Instruction, shape_arrays
+
+if TYPE_CHECKING:
+    from perex_t5x.preflight.report_cache import ReportCache
 
 _log = logging.getLogger(__name__)
 
 _FLAGS = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=^final_bundles"
 _SECONDS = 900
 
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}\)")
 
-def kernel_cycles(program: Program, chip: Chip, folder: Path | None = None) -> dict[str, int]:
+_BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*: ?>*\s*\{")
+_BRANCH = re.compile(r"sbr\.rel(?: \(!?%(\w+)\))? target = \$region(\d+)")
+_EXIT = re.compile(r"%(\w+) = scmp\.ge\.[su]32\.totalorder %\w+, (\d+) /\* loop exit test \*/")
+_START = re.compile(r"Start(?:/End empty)? region (\d+)")
+_WINDOW = re.compile(r"The window shape is \w+\[([\d,]*)\], while the full shape is \w+\[([\d,]*)\]")
+
+_DELAY = 4  # bundles after a branch that run all the same
+_LARGE = 64  # shorter conditional parts count as if they always ran
+_PIPELINE = 2  # turns of the grid's loop in which the body rests: the first blocks come in, the last go out
+
+
+def kernel_cycles(program: Program, chip: Chip, cache: ReportCache | None = None) -> dict[str, int]:
     """Instruction -> cycles of one run of it, for all kernels of a program that could be counted.
 
-    A kernel that writes into a larger array is inside a fusion, which then counts as the kernel.
-
-    Args:
-      folder: where what was found is kept; None: nowhere.
+    A kernel that writes into a larger array is inside a fusion, which then counts as the kernel. The results are kept in
+    `cache`.
     """
-    found = (e for e in program.executed(fusions=True) if is_kernel(e.instruction))
-    kernels = {(e.fusion or e.instruction).name: kernel_of(e.instruction) for e in found}
+    executed = (e for e in program.executed(fusions=True) if e.instruction.is_kernel)
+    kernels = {(e.fusion or e.instruction).name: kernel_of(e.instruction) for e in executed}
     if not kernels:
         return {}
-    scheduled = _scheduled({k.key: k for k in kernels.values()}, chip, folder)
+    scheduled = _scheduled({k.key: k for k in kernels.values()}, chip, cache)
     return {name: _cycles(k, scheduled[k.key], chip) for name, k in kernels.items() if k.key in scheduled}
 
 
@@ -53,37 +82,208 @@ def _cycles(kernel: Kernel, scheduled: int, chip: Chip) -> int:
     return max(scheduled, round(per_second * chip.clock_hz))
 
 
-def _scheduled(kernels: Mapping[str, Kernel], chip: Chip, folder: Path | None) -> dict[str, int]:
+def _scheduled(kernels: Mapping[str, Kernel], chip: Chip, cache: ReportCache | None) -> dict[str, int]:
     """Key -> cycles of the schedule; kernels whose compilation fails are left out, with a warning."""
-    paths = {key: None if folder is None else folder / f"kernel-{kept.key(key, chip.name)}.json" for key in kernels}
-    found = {key: value["cycles"] for key, path in paths.items() if (value := kept.read(path)) is not None}
-    missing = {key: kernel for key, kernel in kernels.items() if key not in found}
+    cycles = {key: known for key in kernels if cache and (known := cache.kernel_cycles(key, chip.name)) is not None}
+    missing = {key: kernel for key, kernel in kernels.items() if key not in cycles}
     if not missing:
-        return found
+        return cycles
     try:
-        fresh = _compile_apart(list(missing.values()), chip)
+        fresh = dict(zip(missing, _compile_apart(list(missing.values()), chip), strict=True))
     except (OSError, subprocess.SubprocessError, ValueError) as e:
         _log.warning("the schedules of %d kernel(s) could not be read, and are not counted: %s", len(missing), e)
-        return found
-    for key, cycles in zip(missing, fresh, strict=True):
-        kept.write(paths[key], {"cycles": cycles})
-        found[key] = cycles
-    return found
+        return cycles
+    for key, count in fresh.items():
+        if cache:
+            cache.keep_kernel_cycles(key, chip.name, count)
+    return cycles | fresh
 
 
 def _compile_apart(kernels: Sequence[Kernel], chip: Chip) -> list[int]:
     """Cycles of the kernels' schedules, in a process of its own: flags of the compiler hold for a whole process."""
     with tempfile.TemporaryDirectory(prefix="perex_t5x_kernels_") as folder:
-        wanted, found = Path(folder, "wanted.json"), Path(folder, "found.json")
-        wanted.write_text(json.dumps([kernel.to_json() for kernel in kernels]))
+        kernels_path, cycles_path = Path(folder, "kernels.json"), Path(folder, "cycles.json")
+        kernels_path.write_text(json.dumps([kernel.to_json() for kernel in kernels]))
         dump = Path(folder, "dump")
         own = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
         environment = own | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} {_FLAGS}"}
-        command = [sys.executable, "-m", __name__, chip.smallest_topology, str(wanted), str(dump), str(found)]
+        command = [
+            sys.executable,
+            "-m",
+            __name__,
+            chip.smallest_topology,
+            str(kernels_path),
+            str(dump),
+            str(cycles_path),
+        ]
         child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False)
         if child.returncode != 0:
-            raise ValueError((child.stderr.strip().splitlines() or ["the compiler ended without a word"])[-1])
-        return json.loads(found.read_text())
+            raise ValueError((child.stderr.strip().splitlines() or ["the compiler ended without a message"])[-1])
+        return json.loads(cycles_path.read_text())
+
+
+# --- kernels in the text of a compiled program ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One `tpu_custom_call`.
+
+    Attributes:
+      name: the kernel's own, without the number that makes it unique.
+      operands, results: (dtype, shape) of each.
+      config: what the compiler is told of it, as JSON; the kernel itself is in it.
+      aliases: (operand, result) that share memory.
+      flops, bytes: what the kernel says of itself (`pl.CostEstimate`); 0 FLOPs, and its operands and results once, where
+        it says nothing.
+    """
+
+    name: str
+    operands: tuple[tuple[str, tuple[int, ...]], ...]
+    results: tuple[tuple[str, tuple[int, ...]], ...]
+    config: str
+    aliases: tuple[tuple[int, int], ...]
+    flops: int
+    bytes: int
+
+    @property
+    def key(self) -> str:
+        """Of the same kernel in another program."""
+        return hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:32]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Kernel:
+        def arrays(items: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+            return tuple((dtype, tuple(shape)) for dtype, shape in items)
+
+        changed = {name: arrays(values[name]) for name in ("operands", "results")}
+        return cls(**{**values, **changed, "aliases": tuple((a, b) for a, b in values["aliases"])})
+
+
+def kernel_of(instruction: Instruction) -> Kernel:
+    """Reads the instruction."""
+    attributes = instruction.attributes
+    start = attributes.index("backend_config=") + len("backend_config=")
+    config, _ = json.JSONDecoder().raw_decode(attributes, start)
+    operands, aliases = (
+        _list(attributes, name) for name in ("operand_layout_constraints", "output_to_operand_aliasing")
+    )
+    cost = config["custom_call_config"].get("cost_estimate", {})
+    passed_on = {name: config[name] for name in ("custom_call_config", "scoped_memory_configs") if name in config}
+    moved = sum(shape_arrays(operands)) + sum(shape_arrays(instruction.shape))
+    return Kernel(
+        name=re.sub(r"\.\d+$", "", instruction.name),
+        operands=_arrays(operands),
+        results=_arrays(instruction.shape),
+        config=json.dumps(passed_on, sort_keys=True),
+        aliases=tuple((int(operand), int(result or 0)) for result, operand in _ALIAS.findall(aliases)),
+        flops=int(cost.get("flops", 0)),
+        bytes=int(cost.get("bytes_accessed", 0)) or moved,
+    )
+
+
+def _list(attributes: str, name: str) -> str:
+    """The text between the braces after this name; '' where the name is missing."""
+    _, opening, rest = attributes.partition(f"{name}={{")
+    depth, end = 1 if opening else 0, 0
+    while depth:
+        depth += {"{": 1, "}": -1}.get(rest[end], 0)
+        end += 1
+    return rest[: max(end - 1, 0)]
+
+
+def _arrays(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((dtype, tuple(int(s) for s in sizes.split(",") if s)) for dtype, sizes in _ARRAY.findall(text))
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the text of one kernel says.
+
+    Attributes:
+      bundles: in the text.
+      loops: (first bundle, last bundle, turns), outermost first; turns None where they are not a constant.
+      parts: (first bundle, last bundle) of what a branch can skip, in order, large ones only, without the grid's body.
+      body: (first, last) of the grid's body; None where the kernel has no grid.
+      windows: (block, array) shapes of what the pipeline moves.
+    """
+
+    bundles: int
+    loops: tuple[tuple[int, int, int | None], ...]
+    parts: tuple[tuple[int, int], ...]
+    body: tuple[int, int] | None
+    windows: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+    def cycles(self, shares: Sequence[float] | None = None) -> int:
+        """Each bundle as often as it runs.
+
+        Args:
+          shares: of the grid's steps in which each of `parts` runs; None: all of them, which is an upper bound.
+        """
+        times = np.ones(self.bundles)
+        for first, last, turns in self.loops:
+            times[first : last + 1] *= turns or 1
+        if self.body is not None:
+            turns = self.loops[0][2] or 1
+            times[self.body[0] : self.body[1] + 1] *= max(turns - _PIPELINE, 0) / turns
+        for (first, last), share in zip(self.parts, shares or (1.0,) * len(self.parts), strict=True):
+            times[first : last + 1] *= share
+        return round(float(np.sum(times)))
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Reads the text of one kernel."""
+    lines = _bundles(text)
+    starts = {int(n): i for i, line in enumerate(lines) for n in _START.findall(line)}
+    tests = {name: int(limit) for line in lines for name, limit in _EXIT.findall(line)}
+    loops, skips = [], []
+    for i, line in enumerate(lines):
+        for predicate, region in _BRANCH.findall(line):
+            target = starts.get(int(region))
+            if target is None:
+                continue
+            if target <= i:
+                loops.append((target, min(i + _DELAY, len(lines) - 1), tests.get(predicate)))
+            elif target - 1 - (i + _DELAY) >= _LARGE:
+                skips.append((i + _DELAY + 1, target - 1))
+    loops.sort(key=lambda loop: (loop[0], -loop[1]))
+    body = None
+    if loops:
+        first, last, _ = loops[0]
+        inside = [s for s in skips if first <= s[0] and s[1] <= last]
+        widest = max(inside, key=lambda s: s[1] - s[0], default=None)
+        # The grid's body holds all that the loop does, but for the blocks' coming and going.
+        if widest is not None and 2 * (widest[1] - widest[0]) > last - first:
+            body = widest
+    windows = dict.fromkeys((_sizes(block), _sizes(array)) for block, array in _WINDOW.findall(text))
+    return Schedule(len(lines), tuple(loops), tuple(s for s in skips if s != body), body, tuple(windows))
+
+
+def _bundles(text: str) -> list[str]:
+    """The lines of bundles, each with the comments that run on below it."""
+    bundles: list[str] = []
+    for line in text.splitlines():
+        if _BUNDLE.match(line):
+            bundles.append(line)
+        elif bundles:
+            bundles[-1] += "\n" + line
+    return bundles
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(",") if size)
+
+
+def chunks_of(schedule: Schedule) -> tuple[int, int]:
+    """(examples, chunks of the sequence) of a kernel of `per_example.kernels.matmul`."""
+    block, array = next((b, a) for b, a in schedule.windows if len(a) == 3)
+    return array[0], math.ceil(array[1] / block[1])
 
 
 # --- in that process --------------------------------------------------------------------------------------------------
@@ -91,29 +291,29 @@ def _compile_apart(kernels: Sequence[Kernel], chip: Chip) -> list[int]:
 
 def schedule_cycles(kernel: Kernel, text: str) -> int:
     """Cycles of a kernel's schedule; of a kernel that is not ours, conditional parts count at every step of the grid."""
-    schedule = bundles.parse(text)
+    schedule = parse_schedule(text)
     shares: Sequence[float] | None = None
     if kernel.name == matmul.NAME:
-        shares = matmul.shares(*bundles.chunks_of(schedule))
+        shares = matmul.shares(*chunks_of(schedule))
     return schedule.cycles(shares if shares is not None and len(shares) == len(schedule.parts) else None)
 
 
-def _main(topology: str, wanted: str, dump: str, found: str) -> None:
+def _main(topology: str, kernels_path: str, dump: str, cycles_path: str) -> None:
     import jax
 
     from perex_t5x.hardware.devices import tpu_devices
 
-    place = jax.sharding.SingleDeviceSharding(tpu_devices(topology)[0])
+    sharding = jax.sharding.SingleDeviceSharding(tpu_devices(topology)[0])
     results = []
-    for kernel in (Kernel.from_json(values) for values in json.loads(Path(wanted).read_text())):
+    for kernel in (Kernel.from_json(values) for values in json.loads(Path(kernels_path).read_text())):
         before = set(Path(dump).glob("*final_bundles.txt"))
-        _compile(kernel, place)
+        _compile(kernel, sharding)
         texts = sorted(set(Path(dump).glob("*ffi_call*-final_bundles.txt")) - before)
         results.append(schedule_cycles(kernel, texts[-1].read_text()))
-    Path(found).write_text(json.dumps(results))
+    Path(cycles_path).write_text(json.dumps(results))
 
 
-def _compile(kernel: Kernel, place: Any) -> None:
+def _compile(kernel: Kernel, sharding: Any) -> None:
     import jax
 
     def struct(item: tuple[str, tuple[int, ...]], **where: Any) -> jax.ShapeDtypeStruct:
@@ -126,7 +326,7 @@ def _compile(kernel: Kernel, place: Any) -> None:
         legacy_backend_config=kernel.config,
         input_output_aliases=dict(kernel.aliases),
     )
-    jax.jit(call).lower(*(struct(x, sharding=place) for x in kernel.operands)).compile()
+    jax.jit(call).lower(*(struct(x, sharding=sharding) for x in kernel.operands)).compile()
 
 
 def _dtype(name: str) -> Any:

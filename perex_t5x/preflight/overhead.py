@@ -85,18 +85,18 @@ class Row:
     one_at_a_time: bool = False
 
 
-def rows(models: Sequence[str], chips: Sequence[str], compiler: Any, working: Any) -> Iterator[Row]:
+def rows(models: Sequence[str], chips: Sequence[str], cache: Any, working: Any) -> Iterator[Row]:
     """Compiles the programs of each model for each chip."""
     for model in models:
         for chip in chips:
             for mesh, ways in (("dp", WAYS), ("fsdp", (PLAIN, SURGERY, KERNELS))):
-                found = list(_rows_on(model, chip, mesh, ways, compiler, working))
+                found = list(_rows_on(model, chip, mesh, ways, cache, working))
                 yield from found
                 if any(row.cycles is not None for row in found[1:]):
                     break
 
 
-def _rows_on(model: str, chip: str, mesh: str, ways: Sequence[str], compiler: Any, working: Any) -> Iterator[Row]:
+def _rows_on(model: str, chip: str, mesh: str, ways: Sequence[str], cache: Any, working: Any) -> Iterator[Row]:
     from perex_t5x.preflight import step
 
     files, bindings = MODELS[model]
@@ -110,7 +110,7 @@ def _rows_on(model: str, chip: str, mesh: str, ways: Sequence[str], compiler: An
             with working(f"{model}, {chip}, {mesh}: {way}{', one at a time' if one_at_a_time else ''}"):
                 try:
                     lowered = _lowered(trainer, spec, program)
-                    reports[one_at_a_time] = compiler.report_of(lowered, trainer.partitioner.mesh)
+                    reports[one_at_a_time] = cache.report_of(lowered, trainer.partitioner.mesh)
                 except step.DoesNotFitError:
                     continue
         best = min(reports, key=lambda size: reports[size].cycles, default=False)
@@ -256,10 +256,10 @@ def main(args: Any) -> None:
     use_cpu_backend()
     console.import_tensorflow_quietly()
     from perex_t5x.cli import spinner
-    from perex_t5x.preflight import kept, report_cache
+    from perex_t5x.preflight import report_cache
 
     found: list[Row] = []
-    for row in rows(models, chips, report_cache.Compiler(kept.default_folder()), spinner.Working()):
+    for row in rows(models, chips, report_cache.ReportCache(report_cache.default_folder()), spinner.Working()):
         found.append(row)
         ratio = (
             "does not fit" if row.cycles is None else f"cycles {row.cycles_ratio:.3f}, temporaries {row.temp_ratio:.3f}"

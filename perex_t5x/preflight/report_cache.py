@@ -1,13 +1,19 @@
-"""What was found of programs that were compiled before, so that asking again is quick.
+"""Reports of programs that were compiled before, kept on disk so that asking again is quick.
 
-JAX's own compilation cache keeps programs for devices that are not there, but cannot read them back. So the reports are kept
-instead, each under a hash of all that it depends on: the lowered program, the devices and their order, the versions of
-compiler and reader, the flags.
+JAX's own compilation cache stores programs for devices that are not there, but cannot read them back. So the reports are
+kept instead, as small JSON files. Each is named by a hash of everything it depends on: the lowered program, the devices and
+their order, the versions of compiler and reader, the flags.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh
 
-from perex_t5x.hardware.chips import chip_of
-from perex_t5x.preflight import kept, step
+from perex_t5x import files
+from perex_t5x.hardware import chips
+from perex_t5x.preflight import step
 from perex_t5x.preflight.hlo.program import Collective
 from perex_t5x.preflight.step import DoesNotFitError, StepReport
 
@@ -24,8 +31,13 @@ if TYPE_CHECKING:
     from perex_t5x.trainer import Trainer
 
 
-class Compiler:
-    """`step.compile_step` and `step.report`, with a memory; `folder=None`: without."""
+def default_folder() -> Path:
+    """$XDG_CACHE_HOME/perex_t5x/preflight, by default in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "perex_t5x" / "preflight"
+
+
+class ReportCache:
+    """`step.compile_step` and `step.report` with a cache on disk; `folder=None`: without one."""
 
     def __init__(self, folder: Path | None = None):
         self._folder = folder
@@ -36,33 +48,81 @@ class Compiler:
 
     def report_of(self, lowered: Any, mesh: Mesh) -> StepReport:
         """The report of a lowered program for the devices of a mesh; raises as `report` does."""
-        path = self._folder / f"{_key(lowered.as_text(), mesh)}.json" if self._folder else None
-        found = kept.read(path)
-        if found is None:
+        name = f"{_key(lowered.as_text(), str(mesh.shape), str(_devices(mesh)))}.json"
+        values = self._read(name)
+        if values is None:
             try:
-                found = {"report": _plain(step.report(step.compile_lowered(lowered), mesh, self._folder))}
+                values = {"report": _to_json(step.report(step.compile_lowered(lowered), mesh, self))}
             except DoesNotFitError as e:
-                found = {"refusal": e.account}
-            kept.write(path, found)
-        if "refusal" in found:
-            raise DoesNotFitError(found["refusal"])
-        return _report(found["report"], mesh)
+                values = {"refusal": e.refusal}
+            self._write(name, values)
+        if "refusal" in values:
+            raise DoesNotFitError(values["refusal"])
+        return _from_json(values["report"], mesh)
+
+    def kernel_cycles(self, kernel: str, chip: str) -> int | None:
+        """Cycles of a kernel's schedule on a chip; None where not known yet."""
+        values = self._read(_kernel_name(kernel, chip))
+        return None if values is None else values["cycles"]
+
+    def keep_kernel_cycles(self, kernel: str, chip: str, cycles: int) -> None:
+        self._write(_kernel_name(kernel, chip), {"cycles": cycles})
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        if self._folder is None:
+            return None
+        try:
+            return json.loads((self._folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # missing, or cut short
+            return None
+
+    def _write(self, name: str, values: Mapping[str, Any]) -> None:
+        if self._folder is None:
+            return
+        # A full disk is no reason to lose the result.
+        with contextlib.suppress(OSError):
+            files.write_atomically(self._folder / name, json.dumps(values))
 
 
-def _key(program: str, mesh: Mesh) -> str:
-    devices = [
+def _kernel_name(kernel: str, chip: str) -> str:
+    return f"kernel-{_key(kernel, chip)}.json"
+
+
+def _key(*parts: str) -> str:
+    """A hash of these, of the compiler's version and flags, and of the source files that read its output."""
+    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH")]
+    return hashlib.sha256("\0".join([*parts, *flags, *_versions(), _sources()]).encode()).hexdigest()
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    versions = []
+    for package in ("jax", "jaxlib", "libtpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    return tuple(versions)
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of this package's files and of the table of chips: a report is valid for as long as they stay the same."""
+    paths = [*sorted(Path(__file__).parent.rglob("*.py")), Path(chips.__file__)]
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+def _devices(mesh: Mesh) -> list[tuple[Any, ...]]:
+    return [
         (d.device_kind, d.id, getattr(d, "coords", None), getattr(d, "slice_index", 0), getattr(d, "core_on_chip", 0))
         for d in mesh.devices.flat
     ]
-    return kept.key(program, str(mesh.shape), str(devices))
 
 
-def _plain(report: StepReport) -> dict[str, Any]:
+def _to_json(report: StepReport) -> dict[str, Any]:
     return dataclasses.asdict(dataclasses.replace(report, chip=None))
 
 
-def _report(values: Mapping[str, Any], mesh: Mesh) -> StepReport:
-    """The inverse of `_plain`; JSON makes lists of tuples."""
+def _from_json(values: Mapping[str, Any], mesh: Mesh) -> StepReport:
+    """The inverse of `_to_json`; JSON turns tuples into lists."""
     collectives = tuple(
         Collective(**{name: tuple(value) if isinstance(value, list) else value for name, value in c.items()})
         for c in values["collectives"]
@@ -70,6 +130,6 @@ def _report(values: Mapping[str, Any], mesh: Mesh) -> StepReport:
     changed = {
         "collectives": collectives,
         "unestimated": tuple(values["unestimated"]),
-        "chip": chip_of(mesh.devices.flat[0]),
+        "chip": chips.chip_of(mesh.devices.flat[0]),
     }
     return StepReport(**{**values, **changed})

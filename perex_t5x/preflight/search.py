@@ -1,19 +1,26 @@
-"""What would make a step fit, found by compiling: the first of a few changes, the smallest first."""
+"""The configurations that preflight compiles, and the search for a change that makes one fit.
+
+The search compiles a few changes, the smallest first, and stops at the first that fits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
+from perex_t5x import gin_utils
 from perex_t5x.cli.spinner import Working
-from perex_t5x.errors import ConfigError
-from perex_t5x.preflight import memory
-from perex_t5x.preflight.cases import Case
-from perex_t5x.preflight.place import Place
-from perex_t5x.preflight.report_cache import Compiler
-from perex_t5x.preflight.step import DoesNotFitError
-from perex_t5x.preflight.table import format_bytes
+from perex_t5x.errors import ConfigError, did_you_mean
+from perex_t5x.preflight import step
+from perex_t5x.preflight.account import argument_parts
+from perex_t5x.preflight.render import format_bytes
+from perex_t5x.preflight.report_cache import ReportCache
+from perex_t5x.preflight.step import CompileTarget, DoesNotFitError
 
 if TYPE_CHECKING:
     from perex_t5x.trainer import Trainer
@@ -23,23 +30,74 @@ _FSDP = "standard_logical_axis_rules.parameter_partitioning_dims = 2"
 
 
 @dataclass(frozen=True)
+class Case:
+    """Gin files and bindings under a name."""
+
+    name: str
+    files: tuple[str, ...]
+    bindings: tuple[str, ...] = ()
+    search_paths: tuple[str, ...] = ()
+
+    def parse(self, *changes: str) -> None:
+        """Parses them; `changes` are bindings that win over all others."""
+        step.parse_gin(self.files, (*self.bindings, *changes), self.search_paths)
+
+    def build(self, devices: Sequence[Any], *changes: str) -> tuple[Trainer, dict[str, jax.ShapeDtypeStruct]]:
+        self.parse(*changes)
+        return step.build_parsed(devices)
+
+
+def cases(
+    files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str], compare: Sequence[str]
+) -> list[Case]:
+    """One case, or one for every entry of `compare`: the same with an optimizer or Gin files added.
+
+    >>> [case.files for case in cases(["a.gin"], [], [], ["adamw", "b.gin+c.gin"])]
+    [('a.gin', 'optimizers/adamw.gin'), ('a.gin', 'b.gin', 'c.gin')]
+    """
+    common = (tuple(bindings), tuple(search_paths))
+    if not compare:
+        names = [name.removesuffix(".gin") for name in files]
+        shown = [os.path.basename(name) for name in names if not name.startswith("runs/")]
+        return [Case(" + ".join(shown) or names[0], tuple(files), *common)]
+    columns = []
+    for entry in compare:
+        added = [part if part.endswith(".gin") else _optimizer_file(part) for part in entry.split("+")]
+        columns.append(Case(entry.replace(".gin", ""), (*files, *added), *common))
+    return columns
+
+
+def _optimizer_file(name: str) -> str:
+    known = sorted(path.stem for path in (Path(gin_utils.shipped_gin_dir()) / "optimizers").glob("*.gin"))
+    if name not in known:
+        raise ConfigError(
+            f"--compare: {name!r} is neither a shipped optimizer nor a file that ends in .gin.{did_you_mean(name, known)} "
+            f"Optimizers: {', '.join(known)}."
+        )
+    return f"optimizers/{name}.gin"
+
+
+# --- what would fit ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class Change:
-    """Gin bindings to add, and where to compile for."""
+    """Gin bindings to add, and what to compile for."""
 
     bindings: tuple[str, ...]
-    place: Place
+    target: CompileTarget
     moved: bool = False
 
     def __str__(self) -> str:
         """The flags that a user adds."""
         pairs = (binding.split(" = ") for binding in self.bindings)
         flags = [f"--gin.{name}={value}" if value.isdigit() else f'--gin.{name}="{value}"' for name, value in pairs]
-        return " ".join([*flags, *([f"--topology={self.place.topology}"] if self.moved else [])])
+        return " ".join([*flags, *([f"--topology={self.target.topology}"] if self.moved else [])])
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A change, and what came of it.
+    """A change and its outcome.
 
     Attributes:
       fits: whether the step fits then.
@@ -81,19 +139,19 @@ class Search:
         }
 
 
-def find(case: Case, place: Place, compiler: Compiler, working: Working) -> Search:
-    """Tries the changes of `changes` until the step fits."""
-    trainer, spec = case.build(place.devices())
+def search(case: Case, target: CompileTarget, cache: ReportCache, working: Working) -> Search:
+    """Tries `changes` in order until the step fits."""
+    trainer, spec = case.build(target.devices())
     examples = next(iter(spec.values())).shape[0]
     trials = []
-    for change in changes(trainer, examples, place):
-        trials.append(_try(case, change, compiler, working))
+    for change in changes(trainer, examples, target):
+        trials.append(_try(case, change, cache, working))
         if trials[-1].fits:
             break
     return Search(case.name, tuple(trials))
 
 
-def changes(trainer: Trainer, examples: int, place: Place) -> Iterator[Change]:
+def changes(trainer: Trainer, examples: int, target: CompileTarget) -> Iterator[Change]:
     """One at a time: microbatches x2, x4, ...; remat; FSDP; a larger slice. Then together, on larger slices, too."""
     here = [f"Trainer.num_microbatches = {n}" for n in _microbatches(trainer, examples)]
     others = []
@@ -102,40 +160,40 @@ def changes(trainer: Trainer, examples: int, place: Place) -> Iterator[Change]:
     if not trainer.partitioner.shards_parameters_over_data and trainer.partitioner.mesh.shape["data"] > 1:
         others.append(_FSDP)
     for binding in (*here, *others):
-        yield Change((binding,), place)
-    for larger in place.larger():
+        yield Change((binding,), target)
+    for larger in target.larger():
         yield Change((), larger, moved=True)
     together = (*here[-1:], *others)
     if len(together) > 1:
-        yield Change(together, place)
+        yield Change(together, target)
     # On a larger slice each chip has fewer examples, which is what microbatches are for.
     if others:
-        for larger in place.larger():
+        for larger in target.larger():
             yield Change(tuple(others), larger, moved=True)
 
 
 def _microbatches(trainer: Trainer, examples: int) -> list[int]:
     """Twice, four times ... as many as now, down to one group of examples a device."""
     on_device = examples // trainer.partitioner.data_parallel_size
-    found, count = [], 2 * trainer.options.num_microbatches
+    counts, count = [], 2 * trainer.options.num_microbatches
     while on_device % count == 0 and (on_device // count) % trainer.options.group_size == 0:
-        found.append(count)
+        counts.append(count)
         count *= 2
-    return found
+    return counts
 
 
-def _try(case: Case, change: Change, compiler: Compiler, working: Working) -> Trial:
-    chip = change.place.chip
+def _try(case: Case, change: Change, cache: ReportCache, working: Working) -> Trial:
+    chip = change.target.chip
     try:
-        trainer, spec = case.build(change.place.devices(), *change.bindings)
-        state = sum(memory.argument_parts(trainer, spec).values())
+        trainer, spec = case.build(change.target.devices(), *change.bindings)
+        state = sum(argument_parts(trainer, spec).values())
         if state >= chip.hbm_bytes:  # no need to ask the compiler
             return Trial(change, False, f"state and batch alone take {format_bytes(state)}")
         with working(f"{case.name}: trying {change}"):
-            report = compiler.report(trainer, spec)
+            report = cache.report(trainer, spec)
     except DoesNotFitError as e:
-        return Trial(change, False, e.account)
+        return Trial(change, False, e.refusal)
     except ConfigError as e:
         return Trial(change, False, f"not possible: {str(e).splitlines()[0]}")
-    note = f"{format_bytes(report.peak_bytes)} of {format_bytes(chip.hbm_bytes)}, {report.seconds:.3g} s a step"
+    note = f"{format_bytes(report.peak_bytes)} of {format_bytes(chip.hbm_bytes)}, {report.seconds:.3g} s per step"
     return Trial(change, report.peak_bytes <= chip.hbm_bytes, note, report.peak_bytes)

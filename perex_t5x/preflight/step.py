@@ -1,19 +1,17 @@
-"""The train step of a Gin configuration, compiled for devices that need not be there.
+"""The train step of a Gin configuration, compiled for devices that this machine need not have.
 
-    devices = tpu_devices("v5e:4x4")
-    trainer, spec = build(["models/150m.gin", "runs/pretrain.gin", "meshes/fsdp.gin"], bindings, devices)
+    target = CompileTarget("v5e:4x4")
+    trainer, spec = build(["models/150m.gin", "runs/pretrain.gin", "meshes/fsdp.gin"], bindings, target.devices())
     compiled = compile_step(trainer, spec)
     print(report(compiled, trainer.partitioner.mesh).cycles)
 
-It is the step that `perex_t5x.train` would run there, to the letter. No data is read.
+It is exactly the step that `perex_t5x.train` would run there. No data is read.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import gin
@@ -24,14 +22,16 @@ from jax.sharding import Mesh
 from perex_t5x import gin_utils
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.hardware.chips import Chip, chip_of
-from perex_t5x.hardware.devices import native_noise_hidden
+from perex_t5x.hardware.devices import native_noise_hidden, tpu_devices
+from perex_t5x.hardware.slices import canonical_topology, chip_of_topology, known_topologies, num_chips
 from perex_t5x.preflight.hlo.program import Collective, Program
 from perex_t5x.preflight.kernel_cycles import kernel_cycles
 
 if TYPE_CHECKING:
+    from perex_t5x.preflight.report_cache import ReportCache
     from perex_t5x.trainer import Trainer
 
-# Macros of a run that its step does not depend on: they need not be given.
+# Macros of a run that its step does not depend on, so they need not be given.
 _FREE_MACROS = {
     "MODEL_DIR": "'preflight'",
     "TRAIN_STEPS": "1",
@@ -40,15 +40,63 @@ _FREE_MACROS = {
 }
 
 
-class DoesNotFitError(ConfigError):
-    """The step needs more memory than a chip has. `account` is what the compiler says of it."""
+@dataclass(frozen=True)
+class CompileTarget:
+    """What a step is compiled for: a TPU slice, several of them, or fake CPU devices.
 
-    def __init__(self, account: str):
-        super().__init__(
-            f"the step does not fit on this topology: {account} Try more Trainer.num_microbatches, a smaller "
-            "Trainer.microbatch_size, meshes/fsdp.gin, or a larger slice."
-        )
-        self.account = account
+    Attributes:
+      topology: of one slice, 'v5e:4x4'; '' for fake CPU devices.
+      slices: how many of them.
+      cpus: how many fake CPU devices; 0 for TPU slices.
+    """
+
+    topology: str
+    slices: int = 1
+    cpus: int = 0
+
+    @classmethod
+    def from_flags(cls, args: Any, default: str | None, default_slices: int) -> CompileTarget:
+        """What the flags name; otherwise the Gin files' macros TOPOLOGY and NUM_SLICES."""
+        if args.devices:
+            return cls("", cpus=args.devices)
+        name = args.topology or default
+        if not name:
+            raise ConfigError(
+                "nothing to compile for: give --topology=v5e:4x4, a mesh file with a TOPOLOGY such as meshes/v5e_16.gin, "
+                "or --devices=8 for fake CPU devices."
+            )
+        return cls(canonical_topology(name), default_slices if args.slices is None else args.slices)
+
+    def devices(self) -> list[Any]:
+        return jax.devices("cpu")[: self.cpus] if self.cpus else tpu_devices(self.topology, self.slices)
+
+    @property
+    def chip(self) -> Chip | None:
+        return chip_of_topology(self.topology) if self.topology else None
+
+    def larger(self) -> Iterator[CompileTarget]:
+        """The larger slices of the same chip, in order of size.
+
+        >>> [target.topology for target in CompileTarget("v5e:8x8").larger()]
+        ['v5e:8x16', 'v5e:16x16']
+        """
+        if not self.topology:
+            return
+        for name in known_topologies(self.chip.name):
+            if num_chips(name) > num_chips(self.topology):
+                yield replace(self, topology=name)
+
+    def __str__(self) -> str:
+        """
+        >>> str(CompileTarget("v5e:4x4", 2)), str(CompileTarget("", cpus=8))
+        ('2 x v5e:4x4', '8 fake CPU devices')
+        """
+        if self.cpus:
+            return f"{self.cpus} fake CPU devices"
+        return self.topology if self.slices == 1 else f"{self.slices} x {self.topology}"
+
+
+# --- the configuration ------------------------------------------------------------------------------------------------
 
 
 class _Devices(list):
@@ -59,16 +107,15 @@ class _Devices(list):
 
 
 def parse_gin(files: Sequence[str], bindings: Sequence[str] = (), search_paths: Sequence[str] = ()) -> None:
-    """Parses a run's Gin files and bindings, filling in what the step does not depend on, such as MODEL_DIR.
+    """Parses a run's Gin files and bindings, filling in macros that the step does not depend on, such as MODEL_DIR.
 
-    What was parsed before is forgotten.
+    Discards what was parsed before.
     """
     gin.clear_config()
     try:
         gin_utils.parse_gin_flags(search_paths, files, bindings)
-    except ConfigError as e:
-        missing = re.match(r"required but not given: ([\w, ]+)\.", str(e))
-        free = [name for name in missing[1].split(", ") if name in _FREE_MACROS] if missing else []
+    except gin_utils.MissingMacroError as e:
+        free = [name for name in e.names if name in _FREE_MACROS]
         if not free:
             raise
         filled = [f"{name} = {_FREE_MACROS[name]}" for name in free]
@@ -77,13 +124,14 @@ def parse_gin(files: Sequence[str], bindings: Sequence[str] = (), search_paths: 
 
 def topology_macro() -> tuple[str | None, int]:
     """(TOPOLOGY, NUM_SLICES) of the parsed Gin files; (None, 1) where a file names none."""
-    found = []
-    for name, default in (("TOPOLOGY", None), ("NUM_SLICES", 1)):
+
+    def value(name: str, default: Any) -> Any:
         try:
-            found.append(gin.query_parameter(f"%{name}"))
+            return gin.query_parameter(f"%{name}")
         except ValueError:
-            found.append(default)
-    return found[0], found[1]
+            return default
+
+    return value("TOPOLOGY", None), value("NUM_SLICES", 1)
 
 
 def build_parsed(devices: Sequence[Any]) -> tuple[Trainer, dict[str, jax.ShapeDtypeStruct]]:
@@ -95,12 +143,12 @@ def build_parsed(devices: Sequence[Any]) -> tuple[Trainer, dict[str, jax.ShapeDt
         with gin.unlock_config():
             gin.bind_parameter("perex_t5x.partitioning.PjitPartitioner.devices", _Devices(devices))
     except ValueError as e:
-        raise ConfigError("the gin files use no perex_t5x.partitioning.PjitPartitioner, which preflight needs.") from e
+        raise ConfigError("the Gin files use no perex_t5x.partitioning.PjitPartitioner, which preflight needs.") from e
     arguments = gin.get_bindings(train_script.train)
     missing = [name for name in ("model", "partitioner", "trainer_cls", "train_dataset_cfg") if name not in arguments]
     if missing:
         raise ConfigError(
-            f"the gin files bind no {missing[0]} on perex_t5x.train.train: give those of a training, such as "
+            f"the Gin files bind no {missing[0]} on perex_t5x.train.train: give those of a training, such as "
             "--gin_file=models/150m.gin --gin_file=runs/pretrain.gin."
         )
     model, partitioner = arguments["model"], arguments["partitioner"]
@@ -139,6 +187,20 @@ def _batch_spec(cfg: Any, converter_cls: type) -> dict[str, jax.ShapeDtypeStruct
     }
 
 
+# --- compiling and reading --------------------------------------------------------------------------------------------
+
+
+class DoesNotFitError(ConfigError):
+    """The step needs more memory than a device has. `refusal` is the compiler's message."""
+
+    def __init__(self, refusal: str):
+        super().__init__(
+            f"the step does not fit on this topology: {refusal} Try more Trainer.num_microbatches, a smaller "
+            "Trainer.microbatch_size, meshes/fsdp.gin, or a larger slice."
+        )
+        self.refusal = refusal
+
+
 def lower_step(trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
     """Traces the trainer's step for the devices of its mesh: what `Trainer.compiled_step` compiles."""
     shapes, shardings, _ = trainer.abstract_state({name: spec.shape for name, spec in batch_spec.items()})
@@ -146,7 +208,7 @@ def lower_step(trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruct])
 
 
 def compile_lowered(lowered: Any) -> Any:
-    """Compiles it, quietly; raises `DoesNotFitError` with the compiler's account where it needs more than a chip has."""
+    """Compiles it, quietly; raises `DoesNotFitError` where it needs more memory than a device has."""
     refusal = ""
     with native_noise_hidden():
         try:
@@ -161,7 +223,7 @@ def compile_lowered(lowered: Any) -> Any:
 def compile_step(trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
     """Compiles the trainer's step for the devices of its mesh, and returns JAX's compiled program.
 
-    Raises `DoesNotFitError` with the compiler's account where the step does not fit into the memory of a chip.
+    Raises `DoesNotFitError` where the step does not fit into the memory of a device.
     """
     return compile_lowered(lower_step(trainer, batch_spec))
 
@@ -172,13 +234,13 @@ class StepReport:
 
     Attributes:
       argument_bytes: state and batch.
-      output_bytes: the new state and the metrics; all but `alias_bytes` of it beside the old one.
-      alias_bytes: outputs that take the place of arguments.
+      output_bytes: the new state and the metrics.
+      alias_bytes: outputs that alias donated arguments.
       temp_bytes: everything in between: activations, gradients, statistics, gathered parameters.
       code_bytes: the program itself.
       cycles: the compiler's estimate, without collectives and the instructions in `unestimated`; 0 for a CPU.
-      collectives: one entry for each in the program, with executions a step.
-      unestimated: names of instructions that take time of which the compiler says nothing.
+      collectives: one entry for each in the program, with its executions per step.
+      unestimated: names of instructions that take time and have no estimate.
       chip: of the devices; None for a CPU.
     """
 
@@ -203,18 +265,18 @@ class StepReport:
         return self.cycles / self.chip.clock_hz if self.chip else None
 
 
-def report(compiled: Any, mesh: Mesh, folder: Path | None = None) -> StepReport:
-    """Reads a compiled program; what is found of its kernels is kept in `folder`."""
+def report(compiled: Any, mesh: Mesh, cache: ReportCache | None = None) -> StepReport:
+    """Reads a compiled program; the cycles of its kernels are kept in `cache`."""
     memory = compiled.memory_analysis()
     try:
         program = Program(compiled.as_text())
     except jax.errors.JaxRuntimeError as e:
         raise TrainingError(
-            f"the step compiles, but jaxlib {jax.lib.__version__} cannot print what the compiler has made of it: {e} "
+            f"the step compiles, but jaxlib {jax.lib.__version__} cannot print the compiled program: {e} "
             "Try another version of libtpu."
         ) from e
     chip = chip_of(mesh.devices.flat[0])
-    kernels = {} if chip is None else kernel_cycles(program, chip, folder)
+    kernels = {} if chip is None else kernel_cycles(program, chip, cache)
     return StepReport(
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,

@@ -13,7 +13,7 @@ from perex_t5x.errors import ConfigError
 from perex_t5x.hardware import devices
 from perex_t5x.hardware.chips import CHIPS, chip, chip_of
 from perex_t5x.hardware.slices import canonical_topology, num_chips, num_devices
-from tests.preflight.preflight_support import compile_on_one_chip, needs_libtpu
+from tests.preflight.support import compile_on_one_chip, needs_libtpu
 
 
 def test_without_libtpu(monkeypatch):

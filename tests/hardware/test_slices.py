@@ -67,9 +67,10 @@ def test_tpu7x_for_the_launchers():
 
 def test_a_new_chip_is_one_entry(monkeypatch):
     """A fictitious chip is known to metrics, preflight and the launchers once it is in the table."""
-    from perex_t5x.launching import estimate
+    from perex_t5x.launching.checks import Estimate
     from perex_t5x.metrics import model_flops_utilization
-    from perex_t5x.preflight import overhead, place
+    from perex_t5x.preflight import overhead
+    from perex_t5x.preflight.step import CompileTarget
 
     new = dataclasses.replace(
         chips.chip("v6e"),
@@ -94,7 +95,7 @@ def test_a_new_chip_is_one_entry(monkeypatch):
     assert slices.known_topologies("v8z") == ["v8z:2x2", "v8z:4x4", "v8z:32x32"]
     with pytest.raises(ConfigError, match="v8z: 2x2, 4x4, 32x32"):
         slices.canonical_topology("v8z:3x3")
-    here = place.Place("v8z:2x2")
+    here = CompileTarget("v8z:2x2")
     assert here.chip is new and [larger.topology for larger in here.larger()] == ["v8z:4x4", "v8z:32x32"]
     assert overhead.topologies()["v8z"] == "v8z:2x2"
     pod = Slice.of("v8z-4096")
@@ -102,4 +103,4 @@ def test_a_new_chip_is_one_entry(monkeypatch):
     assert (pod.gke_accelerator, pod.machine_type) == ("tpu-v8z-slice", "ct8z-standard-4t")
     assert pod.quota_id(spot=True) == "TPUV8ZSpotPerProjectPerZoneForTPUAPI"
     assert pod.gcloud_flags() == ["--accelerator-type=v8zeropod-4096"]
-    assert "$9,216 an hour" in estimate.Estimate(pod.chips, pod.price).words()
+    assert "$9,216 an hour" in Estimate(pod.chips, pod.price).words()

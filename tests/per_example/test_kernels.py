@@ -320,7 +320,7 @@ def test_statistics_can_be_mapped_and_differentiated():
 # --- tiles ------------------------------------------------------------------------------------------------------------
 
 SIZES = (1, 100, 128, 600, 768, 1024, 2816, 4096, 5632, 32128)
-KINDS = ("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU v4")
+KINDS = ("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x", "TPU v4")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -341,7 +341,7 @@ def test_tiles_fit_and_cover(kind):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_compiles_for_tpus(topology, monkeypatch):
     """On a machine whose default backend is the CPU; the tile is that of the chip."""
     monkeypatch.undo()  # it is seen from the mesh alone that these are TPUs

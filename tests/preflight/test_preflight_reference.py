@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from perex_t5x import per_example
 from perex_t5x.hardware.devices import tpu_devices
-from perex_t5x.preflight import kept, report_cache
-from tests.preflight.preflight_support import needs_libtpu
+from perex_t5x.preflight import report_cache
+from tests.preflight.support import needs_libtpu
 
 pytestmark = [needs_libtpu, pytest.mark.slow]
 
@@ -114,7 +114,7 @@ def report(layers, scanned, way, style="joined"):
     )
     place = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
     lowered = jax.jit(run).lower(jax.tree.map(lambda s: place(s.shape, s.dtype), params), ids)
-    return report_cache.Compiler(kept.default_folder()).report_of(lowered, mesh)
+    return report_cache.ReportCache(report_cache.default_folder()).report_of(lowered, mesh)
 
 
 @pytest.mark.parametrize("style", list(STYLES))

@@ -36,6 +36,7 @@ _CHIPS = {
     "TPU v5": _Chip(52 * _MIB, 512, 1024),
     "TPU v5p": _Chip(52 * _MIB, 512, 1024),
     "TPU v6 lite": _Chip(100 * _MIB, 1024, 2048, part_rows=1024),
+    "TPU7x": _Chip(52 * _MIB, 1024, 2048, part_rows=1024),  # one of the chip's two cores
 }
 _OTHER = _Chip(12 * _MIB, 512, 512)  # as little as any of them has
 

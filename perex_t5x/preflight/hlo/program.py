@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from jax.sharding import Mesh
 
-from perex_t5x.preflight.hlo import groups as replica_groups
+from perex_t5x.preflight.hlo.groups import Groups, mesh_axes, parse_groups, slices_joined
 from perex_t5x.preflight.hlo.loops import Frame, TripCounts
 from perex_t5x.preflight.hlo.text import Instruction, parse_computations, shape_arrays
-from perex_t5x.preflight.kernel_text import is_kernel
 
 KINDS = (
     "all-reduce",
@@ -73,6 +72,11 @@ class Collective:
     dtypes: tuple[str, ...] = ()
     part_of: str = ""
     op_name: str = field(default="", compare=False)
+
+    @property
+    def kind_name(self) -> str:
+        """`kind`, or what the compiler made the permutation from."""
+        return f"{self.part_of}, as permutes" if self.part_of else self.kind
 
     @property
     def bytes_per_step(self) -> int:
@@ -160,7 +164,7 @@ class Program:
             e
             for e in self.executed()
             if not _CYCLES.search(e.instruction.attributes)
-            and (is_kernel(e.instruction) or "kind=kCustom" in e.instruction.attributes)
+            and (e.instruction.is_kernel or "kind=kCustom" in e.instruction.attributes)
             and e.instruction.name not in kernels
             and not e.instruction.name.startswith("async-collective")
         ]
@@ -188,7 +192,7 @@ class Program:
             return None
         if '"async_collective_fusion_config"' in attributes and '"flag_start":"-1"' not in attributes:
             return None  # the middle or the end of one that another fusion has started
-        groups = replica_groups.parse_groups(attributes, self.num_partitions)
+        groups = parse_groups(attributes, self.num_partitions)
         if kind == "all-reduce" and _is_scattered(e):
             # Of the fusion's operand: inside it is padded.
             outer, kind = e.frame.parent.computation, "reduce-scatter"
@@ -234,15 +238,15 @@ class _Places:
             # With several slices each has a program of its own, and the numbers count the devices of that slice.
             self._members = [i for i in self._members if self._slice_of[i] == self._slice_of[0]]
 
-    def of(self, groups: replica_groups.Groups, kind: str) -> tuple[tuple[tuple[str, ...], int], str]:
+    def of(self, groups: Groups, kind: str) -> tuple[tuple[tuple[str, ...], int], str]:
         """((axes, devices in a group), network)."""
         size = 2 if kind == "collective-permute" else len(groups[0])
         if self._mesh is None:
             return ((), size), ""
         groups = tuple(tuple(self._members[i] for i in group) for group in groups)
-        crosses = replica_groups.slices_joined(groups, self._slice_of)
+        crosses = slices_joined(groups, self._slice_of)
         network = "" if not self._on_tpu else DCN if crosses else ICI
-        return (replica_groups.mesh_axes(groups, self._mesh.shape), size), network
+        return (mesh_axes(groups, self._mesh.shape), size), network
 
     def between_slices(self) -> tuple[tuple[str, ...], int]:
         """(axes along which slices differ, number of slices)."""

@@ -63,6 +63,11 @@ class Instruction:
         return match[1] if match else None
 
     @property
+    def is_kernel(self) -> bool:
+        """Whether it runs a Pallas kernel."""
+        return self.opcode == "custom-call" and "tpu_custom_call" in self.attributes
+
+    @property
     def op_name(self) -> str:
         """Where in the traced function it comes from: 'jit(train_step)/while/body/dot_general'."""
         return self.attribute(r'op_name="((?:[^"\\]|\\.)*)"') or ""

@@ -8,7 +8,7 @@ from perex_t5x.errors import ConfigError
 from perex_t5x.hardware.devices import tpu_devices
 from perex_t5x.preflight import step
 from tests import tiny
-from tests.preflight.preflight_support import needs_libtpu
+from tests.preflight.support import needs_libtpu
 
 FILES = ["models/tiny.gin", "runs/pretrain.gin"]
 BINDINGS = [b for b in tiny.BINDINGS if "TASK_NAME" not in b and "TASK_MODULE" not in b]

@@ -10,11 +10,12 @@ from jax.experimental import pallas as pl
 from perex_t5x.hardware.chips import chip
 from perex_t5x.hardware.devices import tpu_devices
 from perex_t5x.per_example.kernels import matmul, tiles
-from perex_t5x.preflight import bundles, kernel_cycles, step
+from perex_t5x.preflight import account, kernel_cycles, step
 from perex_t5x.preflight.hlo.program import Program
-from perex_t5x.preflight.kernel_text import Kernel, is_kernel, kernel_of
+from perex_t5x.preflight.kernel_cycles import Kernel, kernel_of, parse_schedule
+from perex_t5x.preflight.report_cache import ReportCache
 from tests import tiny
-from tests.preflight.preflight_support import compile_on_one_chip, needs_libtpu
+from tests.preflight.support import compile_on_one_chip, needs_libtpu
 
 # --- a schedule in the compiler's notation ----------------------------------------------------------------------------
 
@@ -54,10 +55,10 @@ def schedule(parts=(100, 40), inner=200, turns=3, steps=8):
 
 
 def test_bundles_count_as_often_as_they_run():
-    found = bundles.parse(schedule())
+    found = parse_schedule(schedule())
     assert [turns for _, _, turns in found.loops] == [10, 3]
     assert len(found.parts) == 1 and found.parts[0][1] - found.parts[0][0] + 1 == 100  # 40 are not worth a question
-    assert bundles.chunks_of(found) == (4, 2)
+    assert kernel_cycles.chunks_of(found) == (4, 2)
     around = 1 + 10 * (6 + 6)  # the first bundle; each turn of the grid's loop, also those in which the body rests
     body = 8 * (6 + 100 + 6 + 40 + 3 * 200 - 1)
     assert abs(found.cycles() - around - body) <= 2 * 10
@@ -66,7 +67,7 @@ def test_bundles_count_as_often_as_they_run():
 
 def test_a_schedule_without_loops():
     text = "\n".join(f"{hex(i):>6}   :  {{ nop }}" for i in range(17))
-    assert bundles.parse(text).cycles() == 17
+    assert parse_schedule(text).cycles() == 17
 
 
 # --- kernels of compiled programs -------------------------------------------------------------------------------------
@@ -86,7 +87,9 @@ def plain_sum(kind):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("name", ["v5e", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v5p", "v6e"))])
+@pytest.mark.parametrize(
+    "name", ["v5e", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v5p", "v6e", "tpu7x"))]
+)
 def test_a_product_written_both_ways(name, tmp_path):
     """docs/preflight.md states the factor."""
     topology_name = chip(name).smallest_topology
@@ -94,7 +97,7 @@ def test_a_product_written_both_ways(name, tmp_path):
     by_xla = compile_on_one_chip(lambda s, r: jnp.einsum("nti,ntj->ij", s, r), *shapes, topology=topology_name)
     by_kernel = compile_on_one_chip(plain_sum(chip(name).device_kinds[0]), *shapes, topology=topology_name)
     program = Program(by_kernel.as_text())
-    counted = kernel_cycles.kernel_cycles(program, chip(name), tmp_path)
+    counted = kernel_cycles.kernel_cycles(program, chip(name), ReportCache(tmp_path))
     assert list(counted) == [e.instruction.name for e in program.unestimated()] and len(counted) == 1
     ratio = program.cycles(counted) / Program(by_xla.as_text()).cycles()
     assert 0.8 < ratio < 1.25, ratio
@@ -102,7 +105,7 @@ def test_a_product_written_both_ways(name, tmp_path):
     apart = pytest.MonkeyPatch()
     with apart.context() as patch:
         patch.setattr(kernel_cycles, "_compile_apart", None)  # not needed again
-        assert kernel_cycles.kernel_cycles(program, chip(name), tmp_path) == counted
+        assert kernel_cycles.kernel_cycles(program, chip(name), ReportCache(tmp_path)) == counted
 
 
 @needs_libtpu
@@ -116,7 +119,7 @@ def test_a_kernel_is_read_from_the_program():
         return pl.pallas_call(double, out_shape=shape, input_output_aliases={0: 0}, name="twice", cost_estimate=cost)(x)
 
     program = Program(compile_on_one_chip(run, (16, 256)).as_text())
-    (instruction,) = [e.instruction for e in program.executed() if is_kernel(e.instruction)]
+    (instruction,) = [e.instruction for e in program.executed() if e.instruction.is_kernel]
     kernel = kernel_of(instruction)
     assert (kernel.name, kernel.operands, kernel.results) == ("twice", (("bf16", (16, 256)),), (("bf16", (16, 256)),))
     assert (kernel.aliases, kernel.flops, kernel.bytes) == (((0, 0),), 7, 11)
@@ -145,14 +148,12 @@ SIZES = [
 @pytest.mark.parametrize("on", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_kernels_are_in_the_step_that_preflight_compiles(on):
     """On a machine whose default backend is the CPU."""
-    from perex_t5x.preflight import forms
-
     files = ["models/tiny.gin", "runs/pretrain.gin", "optimizers/micro_adam.gin", "meshes/dp.gin"]
     bindings = [b for b in tiny.BINDINGS if "TASK" not in b and "T5Config" not in b and "BATCH_SIZE" not in b]
     trainer, spec = step.build(files, [*bindings, *SIZES, f"trainer.Trainer.kernels = {on}"], tpu_devices("v5e:2x2"))
     assert jax.default_backend() == "cpu"
     text = step.compile_step(trainer, spec).as_text()
     assert (matmul.NAME in text) == on
-    said = {f.parameter: f.kernel for f in forms.forms_of_step(trainer, spec)}
+    said = {f.parameter: f.kernel for f in account.reductions_of_step(trainer, spec)}
     assert said["decoder/layers/mlp/wo/kernel"] == ("" if on else "kernels are turned off")
     assert said["decoder/decoder_norm/scale"] is None

@@ -25,23 +25,23 @@ def compiled(monkeypatch):
     """In the compiler's place: counts what it is asked for."""
     calls = []
     monkeypatch.setattr(step, "compile_lowered", calls.append)
-    monkeypatch.setattr(step, "report", lambda compiled, mesh, folder: REPORT)
+    monkeypatch.setattr(step, "report", lambda compiled, mesh, cache: REPORT)
     return calls
 
 
 def test_again_without_the_compiler(tmp_path, compiled):
     devices = jax.devices()[:2]
-    assert report_cache.Compiler(tmp_path).report(*built(devices)) == REPORT
-    assert report_cache.Compiler(tmp_path).report(*built(devices)) == REPORT
+    assert report_cache.ReportCache(tmp_path).report(*built(devices)) == REPORT
+    assert report_cache.ReportCache(tmp_path).report(*built(devices)) == REPORT
     assert len(compiled) == 1
     (path,) = tmp_path.iterdir()
     path.write_text(path.read_text()[:100])  # a file cut short is none
-    assert report_cache.Compiler(tmp_path).report(*built(devices)) == REPORT
+    assert report_cache.ReportCache(tmp_path).report(*built(devices)) == REPORT
     assert len(compiled) == 2
 
 
 def test_other_programs_and_places_are_others(tmp_path, compiled, monkeypatch):
-    compiler = report_cache.Compiler(tmp_path)
+    compiler = report_cache.ReportCache(tmp_path)
     compiler.report(*built(jax.devices()[:2]))
     compiler.report(*built(jax.devices()[2:4]))  # the same program on others
     compiler.report(*built(jax.devices()[:2], "optax.adamw.b1 = 0.8"))
@@ -60,14 +60,14 @@ def test_refusals_are_kept_too(tmp_path, monkeypatch):
     monkeypatch.setattr(step, "compile_lowered", refuse)
     for _ in range(2):
         with pytest.raises(step.DoesNotFitError) as e:
-            report_cache.Compiler(tmp_path).report(*built(jax.devices()[:1]))
-        assert e.value.account == "Ran out of memory."
+            report_cache.ReportCache(tmp_path).report(*built(jax.devices()[:1]))
+        assert e.value.refusal == "Ran out of memory."
     assert len(calls) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path, compiled):
     (tmp_path / "file").write_text("")
-    assert report_cache.Compiler(tmp_path / "file" / "below").report(*built(jax.devices()[:1])) == REPORT
+    assert report_cache.ReportCache(tmp_path / "file" / "below").report(*built(jax.devices()[:1])) == REPORT
 
 
 def test_the_step_is_the_trainers():

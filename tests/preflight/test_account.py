@@ -3,14 +3,14 @@
 import pytest
 
 from perex_t5x.hardware.chips import chip
-from perex_t5x.preflight import network_time
+from perex_t5x.preflight.account import network_seconds
 from perex_t5x.preflight.hlo.program import Collective
 
 V5E = chip("v5e")  # links of 50 GB/s, 3.125 GB/s to other slices
 
 
 def seconds(kind, network="ICI", size=10**9, group=4, executions=1):
-    return network_time.seconds([Collective(kind, "c", size, 1, ("data",), (), executions, network, group)], V5E)
+    return network_seconds([Collective(kind, "c", size, 1, ("data",), (), executions, network, group)], V5E)
 
 
 @pytest.mark.parametrize(

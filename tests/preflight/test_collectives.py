@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from perex_t5x.preflight import table
+from perex_t5x.preflight import render
 from perex_t5x.preflight.hlo.program import Collective
-from tests.preflight.preflight_support import needs_libtpu
+from tests.preflight.support import needs_libtpu
 
 LOOPS = {"microbatch": 4, "layer": 12}
 
@@ -28,27 +28,31 @@ def test_alike_are_one_line():
         collective(size=4, name="d"),  # a scalar is no part of what stands beside it
         collective(name="e"),
     ]
-    lines = table.rows(found, LOOPS)
+    lines = render.collective_rows(found, LOOPS)
     assert [line[:4] + line[6:8] for line in lines] == [
         ("all-reduce", "data", "per microbatch, layer", "96", "2 MB to 6 MB", "384 MB"),
         ("all-gather", "data", "once", "1", "4 MB", "4 MB"),
         ("all-reduce", "data", "once", "1", "4 B", "4 B"),
         ("all-reduce", "data", "once", "1", "4 MB", "4 MB"),
     ]
-    assert len(table.rows(found, LOOPS, each=True)) == 5
+    assert len(render.collective_rows(found, LOOPS, each=True)) == 5
 
 
 def test_permutes_that_are_a_gather_say_so():
-    (line,) = table.rows([collective("collective-permute", part_of="all-gather", loops=(12, 8))], LOOPS)
+    (line,) = render.collective_rows([collective("collective-permute", part_of="all-gather", loops=(12, 8))], LOOPS)
     assert line[0] == "all-gather, as permutes"
     assert line[2] == "per layer, turn of 8"
 
 
 def test_text_and_markdown():
-    lines = table.rows([collective()], LOOPS)
-    header, row = table.as_text(lines).splitlines()
+    lines = render.collective_rows([collective()], LOOPS)
+    header, row = render.collectives_text(lines).splitlines()
     assert header.index("axes") == row.index("data")
-    assert table.as_text(lines, markdown=True).splitlines()[2].startswith("| all-reduce | data | once | 1 | 1 | f32 |")
+    assert (
+        render.collectives_text(lines, markdown=True)
+        .splitlines()[2]
+        .startswith("| all-reduce | data | once | 1 | 1 | f32 |")
+    )
 
 
 def run(*flags):

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from perex_t5x.hardware.chips import CHIPS
 from perex_t5x.hardware.devices import tpu_devices
-from perex_t5x.preflight.hlo import groups as replica_groups
+from perex_t5x.preflight.hlo import groups
 from perex_t5x.preflight.hlo.program import Program
-from tests.preflight.preflight_support import (
+from tests.preflight.support import (
     PLATFORMS,
     compile_on_one_chip,
     compile_sharded,
@@ -233,7 +233,7 @@ def test_groups_over_every_subset_of_axes():
 
 
 @pytest.mark.parametrize(
-    "text,groups",
+    "text,expected",
     [
         ("replica_groups=[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
         ("replica_groups=[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
@@ -244,15 +244,15 @@ def test_groups_over_every_subset_of_axes():
         ("channel_id=1, use_global_device_ids=true", ((0, 1, 2, 3),)),
     ],
 )
-def test_notations_of_groups(text, groups):
-    assert replica_groups.parse_groups(f"channel_id=3, {text}, dimensions={{0}}", 4) == groups
+def test_notations_of_groups(text, expected):
+    assert groups.parse_groups(f"channel_id=3, {text}, dimensions={{0}}", 4) == expected
 
 
 def test_what_is_not_a_program():
     with pytest.raises(ValueError, match="no ENTRY"):
         Program("hello")
     with pytest.raises(ValueError, match="not known"):
-        replica_groups.parse_groups("replica_groups=?!", 4)
+        groups.parse_groups("replica_groups=?!", 4)
 
 
 @needs_libtpu

@@ -7,7 +7,7 @@ import pytest
 from perex_t5x.hardware.devices import tpu_devices
 from perex_t5x.preflight import step
 from tests import tiny
-from tests.preflight.preflight_support import needs_libtpu
+from tests.preflight.support import needs_libtpu
 
 pytestmark = needs_libtpu
 

@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from perex_t5x.cli import spinner
-from perex_t5x.preflight import cases, place, report_cache, search, step
+from perex_t5x.preflight import report_cache, search, step
 from tests import tiny
-from tests.preflight.preflight_support import needs_libtpu
+from tests.preflight.support import needs_libtpu
 
 FILES = ("models/tiny.gin", "runs/pretrain.gin")
 BINDINGS = (
@@ -23,7 +23,7 @@ def quiet():
 
 def test_the_order_of_changes():
     trainer, _ = step.build(FILES, [*BINDINGS, "Trainer.num_microbatches = 2"], jax.devices()[:2])
-    found = [str(c) for c in search.changes(trainer, 16, place.Place("v5e:8x16"))]
+    found = [str(c) for c in search.changes(trainer, 16, step.CompileTarget("v5e:8x16"))]
     remat = "--gin.T5Config.remat_policy=\"'full'\""
     fsdp = "--gin.standard_logical_axis_rules.parameter_partitioning_dims=2"
     assert found == [
@@ -40,7 +40,7 @@ def test_the_order_of_changes():
 def test_what_is_so_already_is_not_tried():
     files = (*FILES, "meshes/fsdp.gin")
     trainer, _ = step.build(files, [*BINDINGS, "T5Config.remat_policy = 'full'"], jax.devices()[:2])
-    assert not list(search.changes(trainer, 2, place.Place("v5e:16x16")))
+    assert not list(search.changes(trainer, 2, step.CompileTarget("v5e:16x16")))
 
 
 class Chip:
@@ -58,17 +58,19 @@ class Chip:
         )
         if mine > self.examples:
             raise step.DoesNotFitError(f"{mine} examples.")
-        return step.StepReport(1, 1, 1, 10**9, 0, 10**6, (), (), place.Place("v5e:2x2").chip)
+        return step.StepReport(1, 1, 1, 10**9, 0, 10**6, (), (), step.CompileTarget("v5e:2x2").chip)
 
 
 @pytest.fixture
 def cpus(monkeypatch):
     """CPUs in the chips' place."""
-    monkeypatch.setattr(place.Place, "devices", lambda self: jax.devices()[: 8 if "2x4" in self.topology else 4])
+    monkeypatch.setattr(step.CompileTarget, "devices", lambda self: jax.devices()[: 8 if "2x4" in self.topology else 4])
 
 
 def find(compiler, *bindings):
-    return search.find(cases.Case("x", FILES, (*BINDINGS, *bindings)), place.Place("v5e:2x2"), compiler, quiet())
+    return search.search(
+        search.Case("x", FILES, (*BINDINGS, *bindings)), step.CompileTarget("v5e:2x2"), compiler, quiet()
+    )
 
 
 def test_stops_at_the_first_that_fits(cpus):
@@ -82,7 +84,7 @@ def test_stops_at_the_first_that_fits(cpus):
     assert found.lines() == [
         "x does not fit.",
         "  tried --gin.Trainer.num_microbatches=2: 2 examples.",
-        "  this fits: --gin.Trainer.num_microbatches=4 (1 GB of 16.9 GB, 0.000667 s a step)",
+        "  this fits: --gin.Trainer.num_microbatches=4 (1 GB of 16.9 GB, 0.000667 s per step)",
     ]
     assert found.as_dict()["found"] == "--gin.Trainer.num_microbatches=4"
 
@@ -107,6 +109,6 @@ def test_what_is_not_possible_is_said(cpus):
 @pytest.mark.slow
 def test_with_the_compiler():
     wide = ("models.T5Config.emb_dim = 16384", "models.T5Config.mlp_dim = 32768", "BATCH_SIZE = 8")
-    found = find(report_cache.Compiler(), *wide)
+    found = find(report_cache.ReportCache(), *wide)
     assert "parameter_partitioning_dims" in str(found.found.change)
-    assert 10**9 < found.found.peak_bytes < place.Place("v5e:2x2").chip.hbm_bytes
+    assert 10**9 < found.found.peak_bytes < step.CompileTarget("v5e:2x2").chip.hbm_bytes

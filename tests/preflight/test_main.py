@@ -14,9 +14,9 @@ import pytest
 from perex_t5x.cli import spinner
 from perex_t5x.errors import ConfigError
 from perex_t5x.preflight import __main__ as preflight_command
-from perex_t5x.preflight import account, cases, forms, page, place, plain, report_cache, step, summary, terminal
+from perex_t5x.preflight import account, render, render_html, report_cache, search, step
 from tests import tiny
-from tests.preflight.preflight_support import needs_libtpu
+from tests.preflight.support import needs_libtpu
 
 FILES = ["models/tiny.gin", "runs/pretrain.gin"]
 BINDINGS = [b for b in tiny.BINDINGS if "TASK_NAME" not in b and "TASK_MODULE" not in b]
@@ -29,7 +29,7 @@ def measured(where, optimizer="micro_adam", mesh="fsdp", folder=None, layers=2):
         trainer,
         spec,
         account.measure(
-            optimizer, where, trainer, spec, report_cache.Compiler(folder), spinner.Working(open(os.devnull, "w"))
+            optimizer, where, trainer, spec, report_cache.ReportCache(folder), spinner.Working(open(os.devnull, "w"))
         ),
     )
 
@@ -41,7 +41,7 @@ def kept(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_cpus(kept):
-    return measured(place.Place("", cpus=4), folder=kept / "perex_t5x" / "preflight")
+    return measured(step.CompileTarget("", cpus=4), folder=kept / "perex_t5x" / "preflight")
 
 
 def test_parts_add_up_to_the_peak(on_cpus):
@@ -52,7 +52,7 @@ def test_parts_add_up_to_the_peak(on_cpus):
     assert found.parts["parameters"] == pytest.approx(whole / 4, rel=0.01)
     assert found.parts["optimizer state"] == pytest.approx(whole / 2, rel=0.01)
     assert found.parts["batch"] == sum(s.size * s.dtype.itemsize for s in spec.values()) / 4
-    assert sum(found.memory_parts().values()) == pytest.approx(found.report.peak_bytes, abs=1000)
+    assert sum(found.memory_parts().values()) == pytest.approx(found.step.peak_bytes, abs=1000)
     assert found.fits is None and found.seconds is None and found.mfu is None  # a CPU
     assert found.target_tokens == 16 * tiny.LENGTH
 
@@ -60,18 +60,18 @@ def test_parts_add_up_to_the_peak(on_cpus):
 def test_the_plain_step_beside_it(on_cpus):
     trainer, spec, found = on_cpus
     assert found.statistics == ("mean", "mean_square")
-    other = plain.plain_trainer(trainer)
+    other = account.plain_trainer(trainer)
     shapes, _, _ = other.abstract_state({k: s.shape for k, s in spec.items()})
     assert other.has_plain_gradient(shapes.params) and not trainer.has_plain_gradient(shapes.params)
     assert trainer.model.optimizer_def is not other.model.optimizer_def  # the real one is left as it was
     # Two statistics are scattered where the plain step scatters one gradient.
-    assert found.plain.collectives != found.report.collectives
-    assert found.temp_ratio == found.report.temp_bytes / found.plain.temp_bytes
+    assert found.plain.collectives != found.step.collectives
+    assert found.temp_ratio == found.step.temp_bytes / found.plain.temp_bytes
 
 
-def test_forms_are_those_of_the_real_step(on_cpus):
+def test_reductions_are_those_of_the_real_step(on_cpus):
     _, spec, found = on_cpus
-    by_name = {f.parameter: f for f in found.forms}
+    by_name = {f.parameter: f for f in found.reductions}
     assert by_name["token_embedder/embedding"].form == "sparse"
     assert by_name["token_embedder/embedding"].shape == (384, 8)  # the part that this device has
     clipped, _ = step.build(
@@ -79,21 +79,21 @@ def test_forms_are_those_of_the_real_step(on_cpus):
         [*BINDINGS, "models.T5Config.num_decoder_layers = 1", "Trainer.clip_norm = 1.0"],
         jax.devices()[:1],
     )
-    assert all(f.norm_form for f in forms.forms_of_step(clipped, spec))
+    assert all(f.norm_form for f in account.reductions_of_step(clipped, spec))
 
 
 def test_layers_alike_are_one_line(on_cpus):
-    lines = summary.form_rows(on_cpus[2].forms)
+    lines = render.reduction_rows(on_cpus[2].reductions)
     assert [line[0] for line in lines if "wo" in line[0]] == ["decoder/layers_*/mlp/wo/kernel (2 layers)"]
 
 
 def test_columns():
-    found = cases.cases(FILES, ["X = 1"], [], ["adamw", "my.gin+micro_sign"])
+    found = search.cases(FILES, ["X = 1"], [], ["adamw", "my.gin+micro_sign"])
     assert [c.name for c in found] == ["adamw", "my+micro_sign"]
     assert found[1].files == (*FILES, "my.gin", "optimizers/micro_sign.gin")
-    assert cases.cases([*FILES, "meshes/dp.gin"], [], [], [])[0].name == "models/tiny + dp".replace("models/", "")
+    assert search.cases([*FILES, "meshes/dp.gin"], [], [], [])[0].name == "models/tiny + dp".replace("models/", "")
     with pytest.raises(ConfigError, match="'adam_w' is neither .* Did you mean 'adamw'"):
-        cases.cases(FILES, [], [], ["adam_w"])
+        search.cases(FILES, [], [], ["adam_w"])
 
 
 class _Elements(HTMLParser):
@@ -114,7 +114,7 @@ class _Elements(HTMLParser):
 
 
 def test_the_page_stands_alone(on_cpus):
-    text = page.page([on_cpus[2]], [], "preflight --gin.X='<b>'")
+    text = render_html.html_page([on_cpus[2]], [], "preflight --gin.X='<b>'")
     elements = _Elements()
     elements.feed(text)
     assert elements.open == [] and elements.links == []
@@ -126,7 +126,7 @@ def test_the_page_stands_alone(on_cpus):
 
 
 def test_the_terminal(on_cpus, capsys):
-    terminal.show([on_cpus[2], on_cpus[2]], [], sys.stdout)
+    render.show([on_cpus[2], on_cpus[2]], [], sys.stdout)
     out = capsys.readouterr().out
     assert out.startswith("4 fake CPU devices, 4 x cpu: global batch 16")
     assert "optax.adamw on the plain gradient" in out and "all-gather over data" in out
@@ -146,17 +146,17 @@ def test_the_line_while_working(tmp_path):
 
 @needs_libtpu
 def test_a_slice():
-    _, _, found = measured(place.Place("v5e:2x2"), mesh="dp", layers=1)
+    _, _, found = measured(step.CompileTarget("v5e:2x2"), mesh="dp", layers=1)
     assert found.fits is True
     assert 0 < found.mfu < 1
     assert found.mfu == pytest.approx(found.flops / found.seconds / (4 * 197e12))
     assert found.tokens_per_second == pytest.approx(found.target_tokens / found.seconds)
-    assert found.cycles_ratio == found.report.cycles / found.plain.cycles
+    assert found.cycles_ratio == found.step.cycles / found.plain.cycles
     # Two statistics over the network instead of one gradient.
     assert found.network_bytes("ICI") == pytest.approx(2 * found.parts["parameters"], rel=0.02)
     assert found.network_bytes("DCN") == 0
-    assert sum(found.memory_parts().values()) == pytest.approx(found.report.peak_bytes, abs=1000)
-    cells = dict(summary.lines([found]))
+    assert sum(found.memory_parts().values()) == pytest.approx(found.step.peak_bytes, abs=1000)
+    cells = dict(render.summary_lines([found]))
     assert cells["fits"] == ["yes"]
     assert re.fullmatch(r"\d\.\d\d x(, \d+ more not counted)?", cells["  cycles"][0])
 

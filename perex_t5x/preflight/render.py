@@ -1,0 +1,306 @@
+"""Preflight's output as text: the summary, the table of collectives, the reductions of the statistics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from perex_t5x.per_example.coverage import kernel_cell
+from perex_t5x.preflight.account import COMPARED, ParameterReduction, PreflightReport
+from perex_t5x.preflight.hlo.program import DCN, ICI, Collective
+
+if TYPE_CHECKING:
+    from perex_t5x.preflight.search import Search
+
+Line = tuple[str, list[str]]
+NONE = "-"
+REDUCTIONS_HEADER = ("parameter", "shape on a device", "reduction", "bytes held", "kernel", "note")
+_SMALL = 1000  # bytes
+COLLECTIVES_HEADER = (
+    "collective",
+    "axes",
+    "where",
+    "per step",
+    "arrays",
+    "type",
+    "bytes each",
+    "bytes per step",
+    "over",
+)
+_WIDTH = 160  # where the output is no terminal
+
+
+def show(reports: Sequence[PreflightReport], searches: Sequence[Search], stream: TextIO) -> None:
+    """Prints the table, what would make a step fit, the collectives and the coverage."""
+    console = Console(file=stream, highlight=False, width=None if stream.isatty() else _WIDTH)
+    for line in dict.fromkeys(described(r) for r in reports):
+        console.print(escape(line), soft_wrap=True)
+    top = _table("", *(r.name for r in reports))
+    for label, cells in summary_lines(reports):
+        styled = [_styled(label, cell) for cell in cells]
+        top.add_row(escape(label), *styled)
+    console.print(top)
+    if any(r.plain for r in reports):
+        console.print(f"Compared with {COMPARED}.", style="dim", soft_wrap=True)
+    for report in reports:
+        if report.refusal:
+            console.print(f"\n{escape(report.name)}: {escape(report.refusal)}", soft_wrap=True)
+    for search in searches:
+        console.print()
+        for line in search.lines():
+            console.print(escape(line), soft_wrap=True)
+    for report in reports:
+        _print_rows(console, f"collectives of {report.name}", COLLECTIVES_HEADER, rows_of(report))
+    for report in reports:
+        _print_rows(console, f"statistics of {report.name}", REDUCTIONS_HEADER, reduction_rows(report.reductions))
+
+
+def _styled(label: str, cell: str) -> str:
+    colour = {"yes": "green", "no": "bold red"}.get(cell) if label == "fits" else None
+    return f"[{colour}]{escape(cell)}[/]" if colour else escape(cell)
+
+
+def _print_rows(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if not rows:
+        return
+    console.print(f"\n{escape(title)}", style="bold", soft_wrap=True)
+    table = _table(*header)
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    console.print(table)
+
+
+def _table(*header: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in header:
+        table.add_column(escape(name), overflow="fold")
+    return table
+
+
+# --- the summary ------------------------------------------------------------------------------------------------------
+
+
+def described(report: PreflightReport) -> str:
+    """What a configuration is compiled for, and its batch."""
+    return f"{report.target}, {report.devices} x {report.device_kind}: {report.batch}"
+
+
+def rows_of(report: PreflightReport) -> list[tuple[str, ...]]:
+    """`collective_rows` of a configuration; none where it does not fit."""
+    return collective_rows(report.step.collectives, report.loops) if report.step else []
+
+
+def summary_lines(reports: Sequence[PreflightReport]) -> list[Line]:
+    """(label, one cell per configuration); labels of parts of the line above are indented."""
+    lines: list[Line] = [
+        ("fits", [_fits(r) for r in reports]),
+        ("HBM of a device", [_peak(r) for r in reports]),
+        *_by_key(reports, PreflightReport.memory_parts, format_bytes),
+        ("statistics", [", ".join(r.statistics) for r in reports]),
+        ("cycles per step", [_cell(r.step and r.step.cycles, short_count) for r in reports]),
+        ("seconds per step, all collectives hidden", [_cell(r.seconds, "{:.3g} s".format) for r in reports]),
+        ("seconds per step, none hidden", [_cell(r.seconds_unhidden, "{:.3g} s".format) for r in reports]),
+        ("target tokens per second", [_tokens(r) for r in reports]),
+        ("MFU", [_span(r.mfu_unhidden, r.mfu, "{:.1%}".format) for r in reports]),
+        ("statistics against the plain gradient", ["" for _ in reports]),
+        ("  cycles", [_cycles_ratio(r) for r in reports]),
+        ("  temporaries", [_ratio(r, r.temp_ratio) for r in reports]),
+    ]
+    for network in ("", ICI, DCN):
+        label = f"collectives over {network}" if network else "collectives"
+        if any(r.network_bytes(network) for r in reports):
+            lines.append((label, [format_bytes(r.network_bytes(network)) for r in reports]))
+            lines += _by_key(reports, lambda r, network=network: _traffic(r, network), format_bytes)
+    kernels = [len(r.step.unestimated) if r.step else 0 for r in reports]
+    if any(kernels):
+        lines.append(("instructions without an estimate", [str(n) for n in kernels]))
+    return lines
+
+
+def _by_key(
+    reports: Sequence[PreflightReport],
+    parts_of: Callable[[PreflightReport], dict[str, int]],
+    write: Callable[[int], str],
+) -> list[Line]:
+    """A line for each part that a configuration has."""
+    parts = [parts_of(r) for r in reports]
+    names = dict.fromkeys(name for part in parts for name in part)
+    return [(f"  {name}", [write(part[name]) if name in part else NONE for part in parts]) for name in names]
+
+
+def _traffic(report: PreflightReport, network: str) -> dict[str, int]:
+    return {f"{kind} over {axes}": size for (over, kind, axes), size in report.traffic().items() if over == network}
+
+
+def _fits(report: PreflightReport) -> str:
+    return {True: "yes", False: "no", None: "not known: a CPU"}[report.fits]
+
+
+def _peak(report: PreflightReport) -> str:
+    chip = report.target.chip
+    if report.step is None:
+        return f"more than {format_bytes(chip.hbm_bytes)}" if chip else NONE
+    peak = report.step.peak_bytes
+    if chip is None:
+        return format_bytes(peak)
+    return f"{format_bytes(peak)} of {format_bytes(chip.hbm_bytes)}, {peak / chip.hbm_bytes:.0%}"
+
+
+def _ratio(report: PreflightReport, ratio: float | None) -> str:
+    if ratio is None:
+        return "plain itself" if report.step and not report.reductions else NONE
+    return f"{ratio:.2f} x"
+
+
+def _cycles_ratio(report: PreflightReport) -> str:
+    more = len(report.step.unestimated) - len(report.plain.unestimated) if report.plain else 0
+    # Stated here, since they could reverse the ratio.
+    return _ratio(report, report.cycles_ratio) + (f", {more} more not counted" if more > 0 else "")
+
+
+def _cell(value: Any, write: Callable[[Any], str]) -> str:
+    return write(value) if value else NONE
+
+
+def _span(low: float | None, high: float | None, write: Callable[[float], str]) -> str:
+    """Between no collective hidden and all of them."""
+    if not low or not high:
+        return NONE
+    ends = dict.fromkeys((write(low), write(high)))
+    return " to ".join(ends)
+
+
+def _tokens(report: PreflightReport) -> str:
+    if not report.seconds:
+        return NONE
+    return _span(report.target_tokens / report.seconds_unhidden, report.tokens_per_second, short_count)
+
+
+def reduction_rows(reductions: Iterable[ParameterReduction]) -> list[tuple[str, ...]]:
+    """Rows below `REDUCTIONS_HEADER`; layers with equal rows are one row."""
+    groups: dict[tuple[str, ...], int] = {}
+    for f in reductions:
+        name = re.sub(r"(layers)_\d+", r"\1_*", f.parameter)
+        form = f"{f.form}; for the norms {f.norm_form}" if f.norm_form else f.form
+        row = (
+            name,
+            " x ".join(map(str, f.shape)),
+            form,
+            format_bytes(f.transient_bytes),
+            kernel_cell(f.kernel),
+            f.note,
+        )
+        groups[row] = groups.get(row, 0) + 1
+    return [(f"{row[0]} ({n} layers)" if n > 1 else row[0], *row[1:]) for row, n in groups.items()]
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+def collective_rows(
+    collectives: Sequence[Collective], loops: Mapping[str, int], each: bool = False
+) -> list[tuple[str, ...]]:
+    """Rows of the table of collectives, in the program's order, below `COLLECTIVES_HEADER`.
+
+    Collectives of the same kind, axes, loops and type are one row, unless `each`; those of a few numbers stay apart.
+
+    Args:
+      collectives: from `Program.collectives`.
+      loops: name -> turns of the loops with a name, outermost first: see `account.loop_sizes`.
+      each: one row for each.
+    """
+    groups: dict[Any, list[Collective]] = {}
+    for c in collectives:
+        key = (c.kind_name, c.axes, _where(c.loops, loops), c.dtypes, c.network, c.bytes < _SMALL)
+        groups.setdefault((*key, c.name) if each else key, []).append(c)
+    table = []
+    for (kind, axes, where, dtypes, network, *_), members in groups.items():
+        table.append(
+            (
+                kind,
+                ", ".join(axes) or "-",
+                where,
+                str(sum(c.executions for c in members)),
+                _range([c.arrays for c in members], str),
+                ", ".join(dtypes),
+                _range([c.bytes for c in members], format_bytes),
+                format_bytes(sum(c.bytes_per_step for c in members)),
+                network or "-",
+            )
+        )
+    return table
+
+
+def _where(trips: Sequence[int | None], loops: Mapping[str, int]) -> str:
+    """Where in the step a collective with these loops around it runs.
+
+    A loop whose first or last turn the compiler has peeled off still counts as the same loop.
+
+    >>> loops = {"microbatch": 4, "layer": 12}
+    >>> [_where(trips, loops) for trips in ((), (4,), (4, 12), (11,), (4, 7))]
+    ['once', 'per microbatch', 'per microbatch, layer', 'per layer', 'per microbatch, turn of 7']
+    """
+    if not trips:
+        return "once"
+    open_names = dict(loops)
+    words = []
+    for turns in trips:
+        name = next((n for n, size in open_names.items() if size > 1 and turns in (size, size - 1)), None)
+        if name is None:
+            words.append("turn of a loop" if turns is None else f"turn of {turns}")
+            continue
+        words.append(name)
+        open_names = dict(list(open_names.items())[list(open_names).index(name) + 1 :])
+    return "per " + ", ".join(words)
+
+
+def _range(values: Sequence[int], write: Callable[[int], str]) -> str:
+    low, high = write(min(values)), write(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def collectives_text(table: Sequence[Sequence[str]], markdown: bool = False) -> str:
+    """Rows of `collective_rows` below their header, in columns or as Markdown."""
+    if markdown:
+        lines = [COLLECTIVES_HEADER, ["---"] * len(COLLECTIVES_HEADER), *table]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    widths = [max(len(line[i]) for line in (COLLECTIVES_HEADER, *table)) for i in range(len(COLLECTIVES_HEADER))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (COLLECTIVES_HEADER, *table)
+    )
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def format_bytes(size: int) -> str:
+    """In units of 1000.
+
+    >>> format_bytes(512), format_bytes(12_345), format_bytes(6_291_456)
+    ('512 B', '12.3 kB', '6.29 MB')
+    """
+    if size < 1000:
+        return f"{size} B"
+    value, units = float(size), iter(("kB", "MB", "GB", "TB"))
+    unit = ""
+    while value >= 1000:
+        value, unit = value / 1000, next(units)
+    return f"{value:.3g} {unit}"
+
+
+def short_count(value: float) -> str:
+    """
+    >>> short_count(69_300_000), short_count(512)
+    ('69.3 M', '512')
+    """
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value:.0f}"
