@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from perex_t5x import gin_utils
 from perex_t5x.hardware.devices import has_libtpu, tpu_devices
-from perex_t5x.hardware.slices import canonical_topology, num_chips
+from perex_t5x.hardware.slices import canonical_topology, num_chips, num_devices
 from perex_t5x.preflight import step
 from tests import tiny
 
@@ -22,6 +22,7 @@ GENERAL = {  # on 8 devices: mesh, and how an MLP's first kernel (embed, mlp) is
     "multislice": ((2, 4, 1), P("data", None, "model")),
 }
 SHIPPED = {p.stem: p for p in sorted((Path(gin_utils.shipped_gin_dir()) / "meshes").glob("*.gin"))}
+LARGE = ("tpu7x_128",)  # slow to compile for
 PODS = [name for name in SHIPPED if name not in GENERAL]
 needs_libtpu = pytest.mark.skipif(not has_libtpu(), reason="libtpu is not installed (extra 'tpu')")
 
@@ -32,7 +33,7 @@ def build(name, devices, *bindings):
 
 def test_all_are_here():
     assert set(GENERAL) <= set(SHIPPED)
-    assert {"v5e_16", "v5e_256", "v5p_128", "v6e_256", "v4_128"} <= set(PODS)
+    assert {"v5e_16", "v5e_256", "v5p_128", "v6e_256", "v4_128", "tpu7x_128"} <= set(PODS)
 
 
 @pytest.mark.parametrize("name", list(GENERAL))
@@ -81,20 +82,20 @@ def test_pods(name):
     named, _ = step.topology_macro()
     assert canonical_topology(name.replace("_", "-")) == named  # the file is called what the cloud calls it
     trainer, _ = pod(name)
-    chips = num_chips(named)
-    assert f"{chips} chips" in SHIPPED[name].read_text()
+    devices = num_devices(named)
+    assert f"{num_chips(named)} chips" in SHIPPED[name].read_text()
     if name.endswith("_256"):  # each axis along one dimension of the torus
         assert tuple(trainer.partitioner.mesh.shape.values()) == (16, 16, 1)
         assert trainer.partitioner.scatter_stages == {}
         trainer, _ = pod(name, "partitioning.PjitPartitioner.ici_mesh_shape = (1, 64, 4)")
     else:
-        assert tuple(trainer.partitioner.mesh.shape.values()) == (1, chips, 1)
+        assert tuple(trainer.partitioner.mesh.shape.values()) == (1, devices, 1)
         trainer, _ = pod(name, "MODEL_PARALLEL = 4")
-    assert tuple(trainer.partitioner.mesh.shape.values()) == (1, chips // 4, 4)
+    assert tuple(trainer.partitioner.mesh.shape.values()) == (1, devices // 4, 4)
 
 
 @needs_libtpu
-@pytest.mark.parametrize("name", list(SHIPPED))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LARGE else ()) for n in SHIPPED])
 def test_they_compile(name):
     """For the file's own slice; those that name none for 8 chips, or two times 4."""
     wide = ("models.T5Config.emb_dim = 256", "models.T5Config.mlp_dim = 256", "models.T5Config.num_decoder_layers = 1")

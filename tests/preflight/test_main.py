@@ -145,11 +145,15 @@ def test_the_line_while_working(tmp_path):
 
 
 @needs_libtpu
-def test_a_slice():
-    _, _, found = measured(step.CompileTarget("v5e:2x2"), mesh="dp", layers=1)
-    assert found.fits is True
+@pytest.mark.parametrize(
+    "topology,devices,peak",
+    [("v5e:2x2", 4, 4 * 197e12), ("tpu7x:2x2x1", 8, 4 * 2307e12)],  # a TPU7x chip is two devices
+)
+def test_a_slice(topology, devices, peak):
+    _, _, found = measured(step.CompileTarget(topology), mesh="dp", layers=1)
+    assert found.fits is True and found.devices == devices
     assert 0 < found.mfu < 1
-    assert found.mfu == pytest.approx(found.flops / found.seconds / (4 * 197e12))
+    assert found.mfu == pytest.approx(found.flops / found.seconds / peak)
     assert found.tokens_per_second == pytest.approx(found.target_tokens / found.seconds)
     assert found.cycles_ratio == found.step.cycles / found.plain.cycles
     # Two statistics over the network instead of one gradient.

@@ -34,6 +34,7 @@ KINDS = (
 ICI, DCN = "ICI", "DCN"  # within a slice; between slices, over the data-centre network
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_NO_ESTIMATE = 2**63 - 1  # written for TPU7x where there is none
 _WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
 _TRANSFERS = {"ONE_TO_ONE": "collective-permute"}  # of the network between slices; the others are named alike
 _WINDOWED_KINDS = {"ag": "all-gather", "rs": "reduce-scatter"}
@@ -142,11 +143,11 @@ class Program:
     def _cycles(self, frame: Frame, kernels: Mapping[str, int]) -> int:
         total = 0
         for instruction in frame.computation:
-            own = _CYCLES.search(instruction.attributes)
+            own = _estimate(instruction)
             inner = [self._trips.enter(frame, instruction, name) for _, name in _run_by(instruction)]
             called = [self._cycles(computation, kernels) for computation in inner]
-            if own:
-                total += int(own[1])
+            if own is not None:
+                total += own
             elif instruction.name in kernels:
                 total += kernels[instruction.name]
             elif instruction.opcode == "while":
@@ -159,12 +160,12 @@ class Program:
         return total
 
     def unestimated(self, kernels: Collection[str] = ()) -> list[Executed]:
-        """Kernels, but for those given, and custom fusions without an estimate of cycles, collectives apart."""
+        """Kernels, except those given, and fusions without an estimate of cycles; collectives are not among them."""
         return [
             e
             for e in self.executed()
-            if not _CYCLES.search(e.instruction.attributes)
-            and (e.instruction.is_kernel or "kind=kCustom" in e.instruction.attributes)
+            if _estimate(e.instruction) is None
+            and (e.instruction.is_kernel or _has_no_estimate(e.instruction))
             and e.instruction.name not in kernels
             and not e.instruction.name.startswith("async-collective")
         ]
@@ -256,6 +257,17 @@ class _Places:
         names = self._mesh.axis_names
         differ = [bool(np.any(grid != np.take(grid, [0], axis=i))) for i in range(grid.ndim)]
         return tuple(name for name, does in zip(names, differ, strict=True) if does), len(set(self._slice_of))
+
+
+def _estimate(instruction: Instruction) -> int | None:
+    """The compiler's cycles of an instruction itself; None where it gives none."""
+    cycles = _CYCLES.search(instruction.attributes)
+    return int(cycles[1]) if cycles and int(cycles[1]) != _NO_ESTIMATE else None
+
+
+def _has_no_estimate(instruction: Instruction) -> bool:
+    """Whether it takes time of which the compiler says nothing."""
+    return "kind=kCustom" in instruction.attributes or f'"estimated_cycles":"{_NO_ESTIMATE}"' in instruction.attributes
 
 
 def _run_by(instruction: Instruction) -> list[tuple[str, str]]:

@@ -270,3 +270,18 @@ def test_computations_on_the_sparse_core():
     names = [e.instruction.name for e in program.executed(fusions=True)]
     assert len(names) == len(set(names)) and program.cycles() > 0
     assert len(program.computations) == len(re.findall(r"^(?:ENTRY )?%.*\{$", text, re.MULTILINE))
+
+
+def test_an_instruction_without_an_estimate():
+    """The compiler writes the largest integer where it has none: not a number of cycles."""
+
+    def fusion(name, cycles):
+        config = f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}'
+        return f"  {name} = f32[8] fusion(%x), kind=kLoop, calls=%inner, {config}"
+
+    lines = ["HloModule m", "%inner (p: f32[8]) -> f32[8] {", "  ROOT %p = f32[8] parameter(0)", "}", ""]
+    lines += ["ENTRY %main (x: f32[8]) -> f32[8] {", "  %x = f32[8] parameter(0)"]
+    lines += [fusion("%known", 120), fusion("ROOT %unknown", 2**63 - 1), "}"]
+    program = Program("\n".join(lines))
+    assert program.cycles() == 120
+    assert [e.instruction.name for e in program.unestimated()] == ["unknown"]
