@@ -10,6 +10,7 @@ from typing import Any
 
 _HOMES = {
     "Feed": "feed",
+    "feature_converter": "feed",
     "make_feed": "feed",
     "get_mixture_or_task": "lookup",
     "register_all": "tasks",

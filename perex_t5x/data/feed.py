@@ -132,7 +132,39 @@ class Feed(abc.ABC):
 def batch_spec(cfg: Any, feature_converter_cls: type) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of the global batch, from the configuration alone; checks it all, reads no data."""
     _, lengths = _checked(cfg, feature_converter_cls)
-    return _spec(cfg, feature_converter_cls(pack=cfg.pack), lengths)
+    return spec_of(cfg, feature_converter_cls(pack=cfg.pack), lengths)
+
+
+def feature_converter(**dtypes: str) -> type:
+    """A SeqIO feature converter class that gives a model a task's features under their own names.
+
+    For models of one's own: `FEATURE_CONVERTER_CLS = data.feature_converter(x="float32", label="int32")`. Features have one
+    dimension each and are padded with zeros to their length in TASK_FEATURE_LENGTHS. They are not packed.
+    """
+    import seqio
+    import tensorflow as tf
+
+    features = {name: seqio.FeatureConverter.FeatureSpec(tf.as_dtype(dtype)) for name, dtype in dtypes.items()}
+
+    class Converter(seqio.FeatureConverter):
+        TASK_FEATURES = MODEL_FEATURES = features
+
+        def __init__(self, pack: bool = False, **options: Any):
+            if pack:
+                raise ConfigError("DatasetConfig.pack = True: this model's features cannot be packed; set it to False.")
+            super().__init__(pack=False, **options)
+
+        def _convert_features(self, ds: Any, lengths: Mapping[str, int]) -> Any:
+            ds = ds.map(lambda example: {name: example[name] for name in features})
+            return seqio.utils.trim_and_pad_dataset(ds, lengths)
+
+        def get_model_feature_lengths(self, lengths: Mapping[str, int]) -> Mapping[str, int]:
+            return dict(lengths)
+
+    Converter.__name__ = Converter.__qualname__ = (
+        f"feature_converter({', '.join(f'{n}={d}' for n, d in dtypes.items())})"
+    )
+    return Converter
 
 
 def _checked(cfg: Any, feature_converter_cls: type) -> tuple[Any, dict[str, int]]:
@@ -143,7 +175,14 @@ def _checked(cfg: Any, feature_converter_cls: type) -> tuple[Any, dict[str, int]
     return provider, lookup.check_feature_lengths(provider, cfg.task_feature_lengths, feature_converter_cls)
 
 
-def _spec(cfg: Any, converter: Any, lengths: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+def spec_of(cfg: Any, converter: Any, lengths: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the global batch from the lengths of the task's features."""
+    for name, feature in converter.MODEL_FEATURES.items():
+        if feature.rank != 1:
+            raise ConfigError(
+                f"feature {name!r} of {type(converter).__name__} has {feature.rank} dimensions, but a row has "
+                "one: flatten it in a preprocessor (a single number becomes a row of length 1)."
+            )
     dtypes = {name: feature.dtype for name, feature in converter.MODEL_FEATURES.items()}
     if converter.pack:
         dtypes.update(converter.PACKING_FEATURE_DTYPES)
@@ -247,7 +286,7 @@ def make_feed(
     """
     provider, lengths = _checked(cfg, feature_converter_cls)
     converter = feature_converter_cls(pack=cfg.pack)
-    spec = _spec(cfg, converter, lengths)
+    spec = spec_of(cfg, converter, lengths)
     kind = cfg.feed
     if kind == "auto" and saved_position and saved_position.get("feed") in FEEDS:
         kind = saved_position["feed"]  # a changed limit must not turn a resumed run's data around

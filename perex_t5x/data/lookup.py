@@ -152,6 +152,8 @@ def check_vocabulary(name: str, model: Any) -> None:
     """Raises if a task's ids are not the model's; they would be looked up or decoded wrongly without a word."""
     import seqio
 
+    if not hasattr(model, "output_vocabulary"):
+        return
     vocab_size = model.config.vocab_size
     models = {"targets": model.output_vocabulary, "inputs": getattr(model, "input_vocabulary", model.output_vocabulary)}
     for task in seqio.get_subtasks(seqio.get_mixture_or_task(name)):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import gin
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from perex_t5x import gin_utils
@@ -168,6 +167,8 @@ def build(
 
 def _batch_spec(cfg: Any, converter_cls: type) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of the global batch from the lengths alone: the task need not be known here."""
+    from perex_t5x.data.feed import spec_of
+
     if not cfg.task_feature_lengths:
         raise ConfigError(
             "TASK_FEATURE_LENGTHS is needed to know the shapes, such as --gin.TASK_FEATURE_LENGTHS=\"{'targets': 1024}\"."
@@ -176,15 +177,7 @@ def _batch_spec(cfg: Any, converter_cls: type) -> dict[str, jax.ShapeDtypeStruct
     if missing:
         given = dict(cfg.task_feature_lengths)
         raise ConfigError(f"TASK_FEATURE_LENGTHS = {given}: the model also needs {', '.join(missing)}.")
-    converter = converter_cls(pack=cfg.pack)
-    dtypes = {name: feature.dtype for name, feature in converter.MODEL_FEATURES.items()}
-    if converter.pack:
-        dtypes.update(converter.PACKING_FEATURE_DTYPES)
-    lengths = converter.get_model_feature_lengths(dict(cfg.task_feature_lengths))
-    return {
-        name: jax.ShapeDtypeStruct((cfg.batch_size, length), np.dtype(dtypes[name].as_numpy_dtype))
-        for name, length in sorted(lengths.items())
-    }
+    return spec_of(cfg, converter_cls(pack=cfg.pack), dict(cfg.task_feature_lengths))
 
 
 # --- compiling and reading --------------------------------------------------------------------------------------------
