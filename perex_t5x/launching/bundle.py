@@ -1,4 +1,4 @@
-"""What travels to other machines, in one folder: a wheel of the committed files, constraints.txt, jobs.json, Gin files.
+"""What is copied to other machines, in one folder: a wheel of the committed files, constraints.txt, jobs.json, Gin files.
 
 bundle/perex_t5x-0.1.0-py3-none-any.whl
 bundle/constraints.txt       exact versions
@@ -33,7 +33,7 @@ class Checkout:
 
     Attributes:
       root: of the checkout.
-      commit: twelve digits; with '-dirty' where uncommitted files are taken along.
+      commit: twelve digits; with '-dirty' if uncommitted files are included.
     """
 
     root: str
@@ -45,7 +45,7 @@ class Checkout:
 
 
 def checkout(allow_uncommitted: bool = False, root: str | None = None) -> Checkout:
-    """The checkout that this package is imported from; nothing uncommitted goes along without being asked for.
+    """The checkout that this package is imported from. Uncommitted files are included only if `allow_uncommitted`.
 
     Raises:
       ConfigError: names the files that are not committed, or says that there is no checkout.
@@ -53,8 +53,8 @@ def checkout(allow_uncommitted: bool = False, root: str | None = None) -> Checko
     root = root or str(Path(perex_t5x.__file__).resolve().parent.parent)
     if not os.path.isfile(os.path.join(root, "pyproject.toml")) or not os.path.exists(os.path.join(root, ".git")):
         raise ConfigError(
-            f"{root} is not a git checkout of perex_t5x: launching builds the package from committed files. Run the "
-            "launcher of a checkout."
+            f"{root} is not a git checkout of perex_t5x: launchers build the package from committed files. Run the launcher "
+            "from a checkout."
         )
     git = Commands()
     try:
@@ -69,46 +69,46 @@ def checkout(allow_uncommitted: bool = False, root: str | None = None) -> Checko
         shown = "\n".join(f"  {line}" for line in changed[:_MOST_FILES])
         more = f"\n  and {len(changed) - _MOST_FILES} more" if len(changed) > _MOST_FILES else ""
         raise ConfigError(
-            f"not committed, and so not part of what would run:\n{shown}{more}\nCommit them, or take them along as they "
-            "are with --allow_uncommitted."
+            f"not committed, and so not part of what would run:\n{shown}{more}\nCommit them, or include them as they are "
+            "with --allow_uncommitted."
         )
     return Checkout(root, f"{commit}-dirty")
 
 
 def uncommitted(paths: Sequence[str]) -> list[str]:
-    """Of one's own Gin files and packages, which travel as they are, those that no commit holds, each with the reason."""
-    found = []
+    """Those of the user's own Gin files and packages (copied as they are) that are not committed, each with the reason."""
+    uncommitted_paths = []
     for path in dict.fromkeys(os.path.realpath(p) for p in paths):
         if path.endswith(".whl"):
-            continue  # was built; from what, nobody knows
+            continue  # built from an unknown source
         folder = os.path.isdir(path)
-        where, ignored = (path, []) if folder else (os.path.dirname(path), ["--ignored"])  # a folder's are caches
+        where, ignored = (path, []) if folder else (os.path.dirname(path), ["--ignored"])  # ignored in a folder: caches
         git = ["git", "-C", where, "status", "--porcelain", "--untracked-files=all", *ignored, "--", path]
         try:
             said = Commands().run(git).stdout
         except (CommandError, ConfigError):  # no repository, or no git
-            found.append(f"{path} (not in git)")
+            uncommitted_paths.append(f"{path} (not in git)")
             continue
         if said.strip():
-            found.append(f"{path} (not committed)")
-    return found
+            uncommitted_paths.append(f"{path} (not committed)")
+    return uncommitted_paths
 
 
 def folder(name: str) -> str:
-    """Where a launch of this name is prepared."""
+    """Where a launch of this name is prepared on this machine."""
     base = os.environ.get("PEREX_T5X_LAUNCH_DIR") or os.path.join("~", ".cache", "perex_t5x", "launch")
     return os.path.join(os.path.abspath(os.path.expanduser(base)), name)
 
 
 @contextlib.contextmanager
 def alone(target: str, dry_run: bool = False) -> Iterator[None]:
-    """Holds `target` while it is filled and read: a second launch of the same name waits."""
+    """Locks `target` while it is filled and read: a second launch of the same name waits."""
     if dry_run:
         yield
         return
     os.makedirs(target, exist_ok=True)
     with open(os.path.join(target, "lock"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # let go of when the file is closed
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
         yield
 
 
@@ -126,7 +126,7 @@ def build(
 ) -> str:
     """Fills `target`/bundle and returns its path; with `archive` that of `target`/bundle.tar.gz.
 
-    All of it by commands, so that those of a dry run, which writes nothing, do the same when they are given to a shell.
+    All of it by commands: those that a dry run prints do the same when pasted into a shell.
     """
     source, bundle = os.path.join(target, "source"), os.path.join(target, "bundle")
     commands.run(["rm", "-rf", source, bundle])
@@ -146,7 +146,7 @@ def build(
 
 
 def write_jobs(work: Work, target: str, commands: Commands) -> None:
-    """Writes jobs.json, and the Gin files that travel along beside it."""
+    """Writes jobs.json, and beside it the Gin files that are not shipped with the package."""
     commands.write(os.path.join(target, "jobs.json"), work.to_json(None if commands.dry_run else 1).rstrip("\n"))
     for name, path in work.gin_files.items():
         copy = os.path.join(target, GIN_FOLDER, name)
@@ -160,7 +160,7 @@ def _copy_source(files: Checkout, target: str, source: str, commands: Commands) 
     if not files.dirty:
         commands.run([*git, "archive", "--format=tar", f"--output={packed}", files.commit, *_PARTS])
     else:
-        # Read here also in a dry run: the list is part of the command that follows.
+        # Runs in a dry run, too: the list is part of the next command.
         words = [*git, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_PARTS]
         listing = [n for n in Commands().run(words).stdout.split("\0") if n and os.path.lexists(f"{files.root}/{n}")]
         commands.run(["tar", "-cf", packed, "-C", files.root, "--", *dict.fromkeys(listing)])
@@ -168,7 +168,7 @@ def _copy_source(files: Checkout, target: str, source: str, commands: Commands) 
 
 
 def _wheel(source: str, target: str, commands: Commands) -> None:
-    """Builds a project's wheel, or copies one that is built."""
+    """Builds a project's wheel, or copies a given wheel."""
     if source.endswith(".whl"):
         commands.run(["mkdir", "-p", target])
         commands.run(["cp", source, target])
@@ -177,6 +177,6 @@ def _wheel(source: str, target: str, commands: Commands) -> None:
     done = commands.run(argv, check=False, timeout=900)
     if done.returncode != 0:
         raise ConfigError(
-            f"the wheel of {source} cannot be built. pip fetches the build backend (hatchling) from the package registry: "
-            f"is it reachable?\n{done.said}"
+            f"the wheel of {source} cannot be built. pip downloads the build backend (hatchling): is the package index "
+            f"reachable?\n{done.said}"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -126,7 +125,7 @@ def bucket(request: Request, commands: Commands, must_see: bool = True) -> dict[
     done = commands.run(argv, check=False, dry="{}")
     if done.returncode != 0:
         region = request.zone.rpartition("-")[0] if request.zone else "REGION"
-        if re.search(r"not found|\b404\b", done.stderr):
+        if done.matches(shell.NO_BUCKET):
             raise ConfigError(
                 f"there is no bucket {name}:\n{done.said}\nMake it, near the slices: gcloud storage buckets create {name} "
                 f"--location={region} --uniform-bucket-level-access"
@@ -151,7 +150,7 @@ def zone_has(request: Request, commands: Commands) -> None:
     done = commands.run(argv, check=False)
     if done.returncode == 0:
         return
-    if re.search(shell.GONE, done.stderr):
+    if done.matches(shell.GONE):
         raise ConfigError(
             f"--zone={request.zone} has no {kind}. What it has: gcloud compute tpus accelerator-types list "
             f"{' '.join(where)}. Zones by chip: https://cloud.google.com/tpu/docs/regions-zones"

@@ -1,4 +1,4 @@
-"""Brings a run's or a sweep's files from the bucket here, without checkpoints, and writes what the report reads."""
+"""Downloads a run's or a sweep's files from the bucket, without checkpoints, and writes what the report reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEFT_OUT = r"(.*/)?((checkpoint_[^/]*|\.jax_cache)/.*|bundle\.tar\.gz)$"
 
 
 def collect(root: str, name: str, out: str, commands: Commands) -> Work | None:
-    """Copies, then writes a sweep's results; returns what ran, None in a dry run."""
+    """Downloads everything, then writes a sweep's results; returns the work, None in a dry run."""
     root = names.check_bucket_path(root)
     if not commands.dry_run:
         os.makedirs(out, exist_ok=True)
@@ -30,7 +30,7 @@ def collect(root: str, name: str, out: str, commands: Commands) -> Work | None:
         return None
     path = os.path.join(out, ".launch", name, "jobs.json")
     if not os.path.isfile(path):
-        raise ConfigError(f"{root} holds no launch of the name {name!r}.")
+        raise ConfigError(f"{root} holds no launch with the name {name!r}.")
     with open(path, encoding="utf-8") as f:
         work = Work.from_json(f.read())
     if work.sweep:

@@ -22,7 +22,7 @@ from absl import flags
 from perex_t5x.errors import ConfigError
 from perex_t5x.launching import bundle as package
 from perex_t5x.launching import names
-from perex_t5x.launching.shell import CommandError, Commands
+from perex_t5x.launching.shell import PUSH_DENIED, CommandError, Commands
 from perex_t5x.launching.spec import Work
 
 FILES = ("launch/Dockerfile", "launch/.dockerignore")
@@ -44,7 +44,7 @@ def define_flags() -> None:
 def main(args: Any) -> int:
     """launch/build_image.py"""
     if args.cloud_build and not args.push:
-        raise ConfigError("--cloud_build and --nopush exclude each other: Cloud Build keeps no image, it pushes it.")
+        raise ConfigError("--cloud_build and --nopush exclude each other: Cloud Build always pushes the image.")
     if args.project:
         names.check_project(args.project)
     repository = check_repository(args.repository)
@@ -68,13 +68,13 @@ def check_repository(repository: str | None) -> str:
     """
     if not repository:
         raise ConfigError(
-            "--repository is not given: such as europe-docker.pkg.dev/PROJECT/perex/perex, after\n  gcloud artifacts "
-            "repositories create perex --repository-format=docker --location=europe"
+            "--repository is missing, such as --repository=europe-docker.pkg.dev/PROJECT/perex/perex, created with\n  "
+            "gcloud artifacts repositories create perex --repository-format=docker --location=europe"
         )
     if not _REPOSITORY.fullmatch(repository):
         raise ConfigError(
-            f"--repository={repository!r}: write HOST/PROJECT/REPOSITORY/NAME, in lower case and without a tag: that is the "
-            "commit."
+            f"--repository={repository!r}: write HOST/PROJECT/REPOSITORY/NAME, in lower case and without a tag (the commit "
+            "becomes the tag)."
         )
     return repository
 
@@ -97,10 +97,10 @@ def context(
     allow_uncommitted: bool = False,
     gin_files: Mapping[str, str] | None = None,
 ) -> str:
-    """The folder that Docker builds from: the Dockerfile, a wheel of the committed files, what they need.
+    """The folder that Docker builds from: the Dockerfile, a wheel of the committed files, its requirements.
 
     Raises:
-      ConfigError: the Dockerfile is not committed as it is.
+      ConfigError: the Dockerfile has uncommitted changes.
     """
     texts = {os.path.basename(name): _text(files, name, allow_uncommitted) for name in FILES}
     if not commands.dry_run:
@@ -114,7 +114,7 @@ def context(
 
 
 def requirements(pyproject: str) -> str:
-    """What the wheel needs on a TPU, as pip reads it: a layer of the image that seldom changes.
+    """The wheel's dependencies on a TPU as a requirements file: an image layer that rarely changes.
 
     >>> requirements('[project]\\nname = "a"\\ndependencies = ["b>=1"]\\n[project.optional-dependencies]\\ntpu = ["c"]')
     'b>=1\\nc\\n'
@@ -139,7 +139,7 @@ def build(
         return image
     if shutil.which("docker") is None and not commands.dry_run:
         raise ConfigError(
-            "docker is not installed, or not on the PATH: install it, https://docs.docker.com/engine/install, or give "
+            "docker is not installed, or not on the PATH: install it (https://docs.docker.com/engine/install), or use "
             "--cloud_build."
         )
     argument = f"--build-arg=COMMIT={files.commit}"
@@ -154,25 +154,25 @@ def _run(commands: Commands, argv: list[str]) -> None:
     try:
         commands.run(argv, timeout=_HOUR)
     except CommandError as e:
-        if re.search(r"denied|unauthorized|Unauthenticated|no basic auth", e.completed.stderr, re.IGNORECASE):
+        if e.completed.matches(PUSH_DENIED):
             host = argv[-1].partition("/")[0]
             raise ConfigError(
-                f"{e}\nMay you push there? For Docker: gcloud auth configure-docker {host if '.' in host else 'HOST'}"
+                f"{e}\nDocker may lack credentials: gcloud auth configure-docker {host if '.' in host else 'HOST'}"
             ) from e
         raise
 
 
 def _text(files: package.Checkout, name: str, allow_uncommitted: bool) -> str:
-    """As it is committed; as it is, if that is allowed."""
+    """The committed text of a file; the current one if `allow_uncommitted`."""
     path = Path(files.root, name)
     try:
         committed = Commands().run(["git", "-C", files.root, "show", f"HEAD:{name}"]).stdout
     except CommandError:
         committed = None
-    there = path.read_text(encoding="utf-8") if path.exists() else None
-    if there is not None and there != committed and not allow_uncommitted:
-        raise ConfigError(f"{name} is not committed as it is. Commit it, or give --allow_uncommitted.")
-    text = there if allow_uncommitted and there is not None else committed
+    current = path.read_text(encoding="utf-8") if path.exists() else None
+    if current is not None and current != committed and not allow_uncommitted:
+        raise ConfigError(f"{name} has uncommitted changes. Commit it, or give --allow_uncommitted.")
+    text = current if allow_uncommitted and current is not None else committed
     if text is None:
         raise ConfigError(f"{path} is missing.")
     return text

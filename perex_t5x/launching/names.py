@@ -1,4 +1,4 @@
-"""Names that clouds, clusters and shells all take as they are; anything else is refused, never rewritten."""
+"""Names that clouds, clusters and shells all accept unchanged; anything else is refused, never rewritten."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BUCKET = re.compile(r"gs://[a-z0-9][-a-z0-9_.]{1,220}[a-z0-9](/[\w.=+@:,~-]+)*/
 
 
 def check_name(name: str, flag: str = "--name") -> str:
-    """The name itself, where a cloud and a cluster take it.
+    """The name itself, if both a cloud and a cluster accept it.
 
     >>> check_name("sqrt-lr-1")
     'sqrt-lr-1'
@@ -23,13 +23,13 @@ def check_name(name: str, flag: str = "--name") -> str:
         return name
     cleaned = suggestion(name)
     raise ConfigError(
-        f"{flag}={name!r}: a name has at most 40 of a-z, 0-9 and -, begins with a letter and ends with a letter or a digit. "
-        f"Give it with {flag}" + (f", such as {flag}={cleaned}" if cleaned else "") + "."
+        f"{flag}={name!r}: a name has at most 40 characters of a-z, 0-9 and -, begins with a letter and ends with a letter "
+        f"or digit. Set {flag}" + (f", such as {flag}={cleaned}" if cleaned else "") + "."
     )
 
 
 def suggestion(text: str) -> str:
-    """The nearest name that would be taken; '' where nothing is left.
+    """The nearest valid name; '' if nothing is left.
 
     >>> suggestion("My run_1 $(x)"), suggestion("1")
     ('my-run-1-x', '')
@@ -38,7 +38,7 @@ def suggestion(text: str) -> str:
 
 
 def label_value(text: str) -> str:
-    """A label's value for Google Cloud and Kubernetes; where it had to be changed, it ends with the text's fingerprint.
+    """A label's value for Google Cloud and Kubernetes; a text that had to be changed ends with its fingerprint.
 
     >>> label_value("v5e-256"), label_value("gs://bucket/A")
     ('v5e-256', 'gs-bucket-a-88f2d6d1')
@@ -56,7 +56,7 @@ def check_zone(zone: str) -> str:
     """
     if _ZONE.fullmatch(zone):
         return zone
-    raise ConfigError(f"--zone={zone!r} is not a zone's name, such as --zone=us-west4-a.")
+    raise ConfigError(f"--zone={zone!r} is not the name of a zone, such as --zone=us-west4-a.")
 
 
 def check_project(project: str) -> str:
@@ -66,19 +66,21 @@ def check_project(project: str) -> str:
     """
     if _PROJECT.fullmatch(project):
         return project
-    raise ConfigError(f"--project={project!r} is not a project's id, such as --project=my-project-1 (not its title).")
+    raise ConfigError(
+        f"--project={project!r} is not a project id, such as --project=my-project-1 (the id, not the title)."
+    )
 
 
 def check_bucket_path(path: str, flag: str = "--dir") -> str:
-    """A folder in a bucket, without a slash at its end.
+    """A folder in a bucket, without a trailing slash.
 
     >>> check_bucket_path("gs://bucket/sweeps/a/")
     'gs://bucket/sweeps/a'
     """
     if not _BUCKET.fullmatch(path) or ".." in path.split("/"):
         raise ConfigError(
-            f"{flag}={path!r}: hosts of a slice share a bucket only. Write gs://BUCKET/FOLDER, of letters, digits and "
-            "-_.=+@:,~ alone."
+            f"{flag}={path!r}: the hosts of a slice share nothing but a bucket. Write gs://BUCKET/FOLDER, with letters, "
+            "digits and -_.=+@:,~ only."
         )
     return path.rstrip("/")
 

@@ -7,6 +7,7 @@ what to do about a refusal. `Leftovers` deletes what they have created when a la
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import shlex
@@ -31,6 +32,26 @@ _INSTALL = {
     "git": "install git",
 }
 _SHOWN_LINES = 12
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+# What is known of the messages of gcloud, kubectl and docker.
+# No looser: a tool that crashes with FileNotFoundError has deleted nothing.
+GONE = r"\bNOT_FOUND\b|\(NotFound\)|\b(was|were|be) not found\b|\bcould not be found\b"
+NOT_GONE = rf"(?s)\A(?!.*({GONE}))"  # worth another attempt
+NO_BUCKET = r"not found|\b404\b"
+ALREADY_EXISTS = r"ALREADY_EXISTS|already exists|\(AlreadyExists\)"
+NO_SUCH_KIND = r"doesn't have a resource type"
+FORBIDDEN = r"\(Forbidden\)"
+PUSH_DENIED = r"(?i)denied|unauthorized|Unauthenticated|no basic auth"
+# Failures to reach the cloud, not of the request. Names and limits contain numbers, too, so 500 alone means nothing.
+GCLOUD_TRANSIENT = (
+    r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|INTERNAL)\b|Connection (reset|refused|aborted)|timed out|Temporary failure"
+    r"|Network is unreachable|Max retries exceeded|Failed to resolve|Name or service not known"
+    r"|HTTPError:? 50[0234]|\b50[0234] (Internal|Bad|Service|Gateway|Server)"
+)
+KUBECTL_TRANSIENT = r"TLS handshake timeout|i/o timeout|connection refused|\(ServiceUnavailable\)|EOF"
+# kubectl repeats a network problem five times in its own log before it reports it.
+_KUBECTL_LOG = re.compile(r"^[EWI]\d{4} [\d:.]+ +\d+ \S+\.go:\d+\] .*\n", re.MULTILINE)
 
 
 def say(text: str) -> None:
@@ -40,7 +61,7 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Completed:
-    """What a command has said, and its status."""
+    """A command's output and exit status."""
 
     argv: tuple[str, ...]
     returncode: int
@@ -49,16 +70,23 @@ class Completed:
 
     @property
     def said(self) -> str:
-        """Its last lines, errors first."""
+        """The last lines of stderr, or else of stdout, indented for an error message."""
         text = self.stderr.strip() or self.stdout.strip()
-        return "\n".join(f"  {line}" for line in text.splitlines()[-_SHOWN_LINES:]) or "  (it said nothing)"
+        return "\n".join(f"  {line}" for line in text.splitlines()[-_SHOWN_LINES:]) or "  (no output)"
+
+    def matches(self, pattern: str) -> bool:
+        """Whether its error output contains one of the patterns above."""
+        return re.search(pattern, self.stderr) is not None
+
+    def without_kubectl_log(self) -> Completed:
+        return dataclasses.replace(self, stderr=_KUBECTL_LOG.sub("", self.stderr))
 
 
 class CommandError(TrainingError):
-    """A command that failed. `completed` is what it said."""
+    """A command that failed; `completed` has its output."""
 
     def __init__(self, completed: Completed, message: str = ""):
-        ended = f"ended with status {completed.returncode}"
+        ended = f"exited with status {completed.returncode}"
         super().__init__(message or f"{shlex.join(completed.argv)} {ended}:\n{completed.said}")
         self.completed = completed
 
@@ -68,9 +96,10 @@ class Commands:
     """Runs commands, given as lists of arguments: no shell of this machine ever reads them.
 
     Attributes:
-      dry_run: print every command on stdout, one on a line, and run none.
+      dry_run: print every command on stdout, one per line, and run none.
       wait: seconds before the first retry; doubled for each further one.
-      record: all commands given so far.
+      record: all commands so far.
+      sleep: replaced in tests.
 
     >>> Commands(dry_run=True).run(["gcloud", "compute", "tpus", "list", "--filter=a b"]).returncode
     gcloud compute tpus list '--filter=a b'
@@ -98,16 +127,16 @@ class Commands:
         dry: str = "",
         cwd: str | None = None,
     ) -> Completed:
-        """Runs a command to its end and returns what it said.
+        """Runs a command to its end and returns its output.
 
         Args:
           argv: the command.
-          check: raise `CommandError` where its status is not 0.
-          timeout: seconds; a command that takes longer is ended, with status 124.
-          retries: how often it is tried again where it fails, with growing pauses.
-          retry_on: only where one of these regular expressions is found in what it said; none: always.
-          input: what it reads from stdin.
-          dry: what it is taken to have printed in a dry run.
+          check: raise `CommandError` if its exit status is not 0.
+          timeout: seconds after which it is terminated, with status 124.
+          retries: how often a failed command is retried, with growing pauses.
+          retry_on: retry only if one of these regular expressions matches its output; none: always.
+          input: its stdin.
+          dry: its output in a dry run.
           cwd: its working directory.
         """
         argv = tuple(str(a) for a in argv)
@@ -142,19 +171,19 @@ class Commands:
             raise TrainingError(f"{path} cannot be written: {e.strerror}") from e
 
     def read(self, argv: Sequence[str], *, dry: str = "", **options: object) -> str:
-        """What a command prints."""
+        """A command's stdout, stripped."""
         return self.run(argv, dry=dry, **options).stdout.strip()
 
 
 def check_installed(program: str) -> None:
-    """Raises `ConfigError`, with the way to install it, for a program that is not there."""
+    """Raises `ConfigError`, with the way to install it, if a program is missing."""
     if shutil.which(program) is None:
         how = _INSTALL.get(os.path.basename(program), "install it, or put its folder on the PATH")
         raise ConfigError(f"{program} is not installed, or not on the PATH: {how}.")
 
 
 def _run(argv: tuple[str, ...], timeout: float | None, input: str | None, cwd: str | None) -> Completed:
-    """In a session of its own: Ctrl-C reaches this program alone, which then ends the command and cleans up."""
+    """In its own session: Ctrl-C reaches this program alone, which then terminates the command and cleans up."""
     process = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
@@ -169,7 +198,7 @@ def _run(argv: tuple[str, ...], timeout: float | None, input: str | None, cwd: s
         out, err = process.communicate(input, timeout)
     except subprocess.TimeoutExpired:
         end(process)
-        return Completed(argv, 124, "", f"ended after {timeout:g} s without an answer")
+        return Completed(argv, 124, "", f"terminated after {timeout:g} s without an answer")
     except BaseException:
         end(process)
         raise
@@ -177,7 +206,7 @@ def _run(argv: tuple[str, ...], timeout: float | None, input: str | None, cwd: s
 
 
 def end(process: subprocess.Popen, grace: float = 5.0, close: bool = True) -> None:
-    """Ends a process and those it has started: asked first, then killed. `close=False`: a thread reads its streams."""
+    """Terminates a process and its children: SIGTERM first, then SIGKILL. `close=False`: a thread reads its streams."""
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
@@ -190,14 +219,8 @@ def end(process: subprocess.Popen, grace: float = 5.0, close: bool = True) -> No
                 stream.close()
 
 
-# In the words of gcloud and kubectl. No looser: a tool that breaks with FileNotFoundError has deleted nothing.
-GONE = r"\bNOT_FOUND\b|\(NotFound\)|\b(was|were|be) not found\b|\bcould not be found\b"
-NOT_GONE = rf"(?s)\A(?!.*({GONE}))"  # worth another try
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-
-
 def still_there(what: str, delete: Sequence[str]) -> str:
-    """The words that name a resource which stays."""
+    """The line that names a resource which was not deleted."""
     return f"still there: {what}; delete it with: {shlex.join(delete)}"
 
 
@@ -220,15 +243,15 @@ class Leftovers:
         self._former: dict[int, Any] = {}
 
     def add(self, what: str, delete: Sequence[str]) -> None:
-        """Before the command that creates it: Ctrl-C may come in the middle of that. Deleting what is not there is fine."""
+        """To be called before the command that creates it, as Ctrl-C may interrupt that one. Deleting nothing is fine."""
         self._created[what] = tuple(delete)
 
     def keep(self, what: str) -> None:
-        """It is deleted, or shall stay whatever happens now."""
+        """Forgets a resource: it is deleted already, or is meant to stay."""
         self._created.pop(what, None)
 
     def delete_all(self) -> list[str]:
-        """Deletes everything now; returns words for what is still there."""
+        """Deletes everything now; returns a line for each resource that is still there."""
         left = []
         for what, delete in reversed(list(self._created.items())):
             if self._keep:
@@ -243,14 +266,15 @@ class Leftovers:
     def _deleted(self, delete: Sequence[str]) -> bool:
         try:
             done = self._commands.run(delete, check=False, retries=2, retry_on=[NOT_GONE], timeout=1800)
-        except (Exception, KeyboardInterrupt):  # a second Ctrl-C: then it is named
+        except (Exception, KeyboardInterrupt):  # a second Ctrl-C: then the resource is named
             return False
-        return done.returncode == 0 or re.search(GONE, done.stderr) is not None
+        return done.returncode == 0 or done.matches(GONE)
 
     def __enter__(self) -> Leftovers:
         if threading.current_thread() is threading.main_thread():
-            heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's is not
-            self._former = {number: signal.signal(number, _interrupt) for number in heard}
+            # nohup ignores SIGHUP, which stays so.
+            handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._former = {number: signal.signal(number, _interrupt) for number in handled}
         return self
 
     def __exit__(
@@ -272,14 +296,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 _KNOWN = (
     (
         r"[Qq]uota .*(exceeded|exhausted)|exceeded quota|QUOTA_EXCEEDED|[Qq]uota limit",
-        "the project's quota is too small for these slices (or other queued resources, also suspended and failed ones, use "
-        "it up: launch/gcloud_tpu.py list). Ask for more at https://console.cloud.google.com/iam-admin/quotas, service "
-        "tpu.googleapis.com, in this zone; spot and on-demand slices have quotas of their own. Or take a smaller "
-        "--topology.",
+        "the project's quota is too small for these slices, or used up by other queued resources (suspended and failed ones "
+        "count, see launch/gcloud_tpu.py list). Request more at https://console.cloud.google.com/iam-admin/quotas, service "
+        "tpu.googleapis.com, in this zone; spot and on-demand slices have separate quotas. Or choose a smaller --topology.",
     ),
     (
         "no more capacity|Insufficient (reserved )?capacity|does not have enough resources|STOCKOUT|ZONE_RESOURCE_POOL",
-        "the zone has no such slices free. Try again later, with --spot, in another --zone, or with a smaller --topology.",
+        "the zone has no such slices available. Try again later, with --spot, in another --zone, or with a smaller "
+        "--topology.",
     ),
     (
         r"has not been used in project|SERVICE_DISABLED|it is disabled|API \[tpu",
@@ -292,23 +316,36 @@ _KNOWN = (
     ),
     (
         r"Network is unreachable|Failed to resolve|Name or service not known|Max retries exceeded|name resolution",
-        "this machine has no way to the cloud: is its network there?",
+        "this machine cannot reach the cloud: check its network.",
     ),
     (
         r"There was a problem refreshing your current auth tokens|do not currently have an active account|gcloud auth login",
         "this machine is not logged in: gcloud auth login",
     ),
-    (r"RESOURCE_EXHAUSTED", "quota or capacity are used up: see docs/launch.md, usual failures."),
+    (r"RESOURCE_EXHAUSTED", "quota or capacity is exhausted: see docs/launch.md, usual failures."),
 )
 
 
 def explained(said: str) -> str:
-    """What to do, for words that are known; else ''.
+    """What to do about a known message; else ''.
 
     >>> explained("Quota 'TPUV5sLitepodPerProjectPerZoneForTPUAPI' exhausted. Limit 16 in zone us-west4-a")[:42]
     "the project's quota is too small for these"
     """
     return next((words for pattern, words in _KNOWN if re.search(pattern, said)), "")
+
+
+def failed_workers(said: str) -> list[str]:
+    """The workers that gcloud reports as failed, or else those that it could not connect to.
+
+    >>> failed_workers("##### Command execution on worker 2 failed with exit status 1. Continuing.")
+    ['2']
+    """
+    named = re.findall(r"Command execution on worker (\d+) failed", said)
+    if not named:
+        tried = re.findall(r"Attempting to connect to worker (\d+)", said)
+        named = [w for w in tried if tried.count(w) > 1]
+    return sorted(set(named), key=int)
 
 
 def refusal(begin: str, said: str) -> str:

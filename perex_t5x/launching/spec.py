@@ -14,10 +14,13 @@ from typing import Any
 from gin import config_parser
 
 from perex_t5x import gin_utils
-from perex_t5x.errors import ConfigError
+from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.launching import names
 
-# Where a command writes, in the Gin files' own words.
+GIN_FOLDER = "gin_files"  # beside jobs.json; a Gin search path of the jobs, which run in the folder of jobs.json
+# Ends of a worker that a restart would repeat. Every other end, such as a lost connection to process 0, is restarted.
+FINAL_REASONS = (Reason.CONFIGURATION, Reason.SOME_FAILED, Reason.DIVERGED, Reason.NO_SPACE)
+# The Gin macros that say where a command writes.
 _FOLDERS = ("MODEL_DIR", "EVAL_OUTPUT_DIR", "INFER_OUTPUT_DIR")
 # Flags of a command that it gets over there, too, where they are given.
 _PASSED_ON = ("cluster_detection", "initialization_timeout", "heartbeat_timeout", "phase_timeout", "profile_steps")
@@ -241,9 +244,6 @@ def _topology() -> tuple[str | None, int]:
     from perex_t5x.preflight import step
 
     return step.topology_macro()
-
-
-GIN_FOLDER = "gin_files"  # beside jobs.json; the jobs run there and search it
 
 
 @dataclass

@@ -13,17 +13,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from absl import flags
 
 from perex_t5x.cli import prompts
-from perex_t5x.errors import ConfigError, TrainingError, did_you_mean
+from perex_t5x.errors import ConfigError, Reason, TrainingError, did_you_mean
 from perex_t5x.launching import bundle, checks, collect, names
-from perex_t5x.launching.gcloud import logs, quota, resource, session, steps
+from perex_t5x.launching.gcloud import logs, quota, remote, resource, session, steps
 from perex_t5x.launching.gcloud.logs import Follower
+from perex_t5x.launching.gcloud.remote import HostStatus
 from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
 from perex_t5x.launching.gcloud.session import Options, Session
 from perex_t5x.launching.gcloud.steps import Steps
@@ -129,13 +129,14 @@ def _join(request: Request, todo: Steps, options: Options, url: str, state: str)
         with Leftovers(todo.commands):  # hears SIGTERM
             if state != "ACTIVE":
                 todo.wait(options.wait_hours)
-            status = todo.status()
-            if re.search(r"^\S+ (nothing here|not started)", status, re.MULTILINE) and not todo.uploaded(url):
-                todo.upload(request, bundle.checkout(request.allow_uncommitted))  # `create` alone has brought nothing
+            hosts = todo.status()
+            unstarted = any(host.state in (remote.ABSENT, remote.UNSTARTED) for host in hosts)
+            if unstarted and not todo.uploaded(url):
+                todo.upload(request, bundle.checkout(request.allow_uncommitted))  # `create` alone uploads nothing
     except BaseException as e:
         e.add_note(still_there(todo.target.what, todo.target.delete()))
         raise
-    if _has_stopped(status):
+    if any(_has_stopped(host) for host in hosts):
         say("the program there has stopped: it is started again, with the package as it is now")
         with Leftovers(todo.commands, request.keep) as leftovers:
             leftovers.add(todo.target.what, todo.target.delete())
@@ -146,14 +147,14 @@ def _join(request: Request, todo: Steps, options: Options, url: str, state: str)
     return run.run()
 
 
-def _has_stopped(status: str) -> bool:
-    """Whether a host's program has ended before its work was done.
+def _has_stopped(host: HostStatus) -> bool:
+    """Whether a host's worker has ended before its work was done.
 
-    >>> _has_stopped("w-0 running: step 5\\nw-1 ended with 130: saved\\n"), _has_stopped("w-0 ended with 0: done\\n")
-    (True, False)
+    >>> [_has_stopped(HostStatus("w-0", remote.ENDED, code)) for code in (0, 3, 7, 130)]
+    [False, False, True, True]
     """
-    ended = re.findall(r"^\S+ ended with (\d+)|^\S+ (lost):", status, re.MULTILINE)
-    return any(number not in ("0", "3") for number, lost in ended)
+    finished = (Reason.DONE.exit_code, Reason.SOME_FAILED.exit_code)
+    return host.state == remote.LOST or (host.state == remote.ENDED and host.exit_code not in finished)
 
 
 def _create(request: Request, todo: Steps, options: Options) -> int:
@@ -197,7 +198,7 @@ def _by_name(command: str, args: Any, request: Request, todo: Steps, options: Op
         else:
             print(f"{request.name}: {found.state}{': ' if found.error else ''}{found.error}")
             if found.state == "ACTIVE":
-                steps.print_lines(todo.status())
+                print("\n".join(str(host) for host in todo.status()), flush=True)
     return 0
 
 
@@ -231,16 +232,16 @@ def _follow(todo: Steps) -> int:
     """Looks only: nothing is started again, collected or deleted."""
     with _named(todo):
         ended = Follower(todo).follow()
-    if ended == logs.DELETED:
-        raise TrainingError(f"{todo.target.what} was deleted. What was done is kept: launch again to go on with it.")
-    if ended == logs.UNSTARTED:
+    if ended.how == logs.DELETED:
+        raise TrainingError(f"{todo.target.what} was deleted. Launch again to resume from what is saved.")
+    if ended.how == logs.UNSTARTED:
         raise ConfigError("nothing was started there yet: launch/gcloud_tpu.py copy, install, start; or launch again.")
-    if ended in (logs.PREEMPTED, logs.LOST):
+    if ended.how in (logs.PREEMPTED, logs.LOST):
         with _named(todo):
-            raise TrainingError(f"{ended}: launch again, with the same flags, to go on from the newest checkpoint.")
-    say(f"the program has ended with status {ended}")
+            raise TrainingError(f"{ended.how}: launch again with the same flags to resume from the newest checkpoint.")
+    say(f"the program has ended with {ended}")
     say(still_there(todo.target.what, todo.target.delete()))
-    return int(ended)
+    return ended.exit_code
 
 
 def _of_zone(command: str, request: Request, todo: Steps) -> int:

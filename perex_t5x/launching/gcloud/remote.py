@@ -3,23 +3,68 @@
     ~/perex/NAME/bundle.tar.gz    what was copied: wheel, constraints.txt, jobs.json, Gin files, unpacked beside it
     ~/perex/NAME/venv             Python with the wheel
     ~/perex/NAME/worker.log       what `launching.worker` and the jobs print
-    ~/perex/NAME/exit_status      how the worker has ended
+    ~/perex/NAME/exit_status      the worker's exit code
 
-What crosses the shells is quoted by `shlex`; names are checked besides.
+Whatever passes through a shell is quoted by `shlex`; names are checked besides. A host reports its state as one
+line of JSON, see `HostStatus`.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import shlex
+from dataclasses import dataclass
 
 from perex_t5x.launching import bundle
 
-EXIT = "perex-exit"  # begins the last line of `follow`
 _PYTHONS = "python3.13 python3.12 python3.11"
-LOST = "lost"
+ABSENT, UNSTARTED, RUNNING, ENDED, LOST = "absent", "unstarted", "running", "ended", "lost"
+_KEY = "perex_host"
+
+
+@dataclass(frozen=True)
+class HostStatus:
+    """What a host reports of its worker.
+
+    Attributes:
+      host: its name.
+      state: ABSENT (nothing was copied to the host), UNSTARTED, RUNNING, ENDED, or LOST (the worker is gone and has left no
+        exit code).
+      exit_code: of a worker that has ended.
+      last_line: of the worker's log.
+
+    >>> HostStatus.parse('{"perex_host": "w-0", "state": "ended", "exit_code": 7, "log_base64": "c3RlcCA1"}')
+    HostStatus(host='w-0', state='ended', exit_code=7, last_line='step 5')
+    >>> HostStatus.parse("step 5") is None
+    True
+    """
+
+    host: str
+    state: str
+    exit_code: int | None = None
+    last_line: str = ""
+
+    @classmethod
+    def parse(cls, line: str) -> HostStatus | None:
+        """From a line of `status` or `follow`; None for any other line."""
+        if not line.startswith(f'{{"{_KEY}":'):
+            return None
+        try:
+            found = json.loads(line)
+            last_line = base64.b64decode(found["log_base64"]).decode(errors="replace").rstrip("\n")
+            return cls(found[_KEY], found["state"], found["exit_code"], last_line)
+        except (ValueError, KeyError):  # of a job that prints such a line itself
+            return None
+
+    def __str__(self) -> str:
+        words = {ABSENT: "nothing here", UNSTARTED: "not started", ENDED: f"ended with {self.exit_code}"}
+        return f"{self.host} {words.get(self.state, self.state)}{': ' if self.last_line else ''}{self.last_line}"
 
 
 _SUM = "sum=$(sha256sum bundle.tar.gz | cut -d' ' -f1)"
+# The worker, or the shell around it, which writes its exit code.
+_IS_RUNNING = '[ -e starter.pid ] && kill -0 "$(cat starter.pid)" 2>/dev/null && [ ! -e exit_status ]'
 _INSTALLED = '[ "$(cat installed 2>/dev/null || true)" = "$sum" ]'  # and not what was copied before
 
 
@@ -89,7 +134,7 @@ def start(name: str) -> str:
             f"{_INSTALLED} || {_before('install')}",
             "exec 9> start.lock",
             "flock 9",
-            f"if {_RUNNING}; then echo running already; exit 0; fi",
+            f"if {_IS_RUNNING}; then echo running already; exit 0; fi",
             "rm -f exit_status",
             "touch worker.log",
             # No `;` after `&`: the pieces are joined by it.
@@ -100,48 +145,63 @@ def start(name: str) -> str:
     )
 
 
-# The worker, or the shell around it, which notes how it has ended.
-_RUNNING = '[ -e starter.pid ] && kill -0 "$(cat starter.pid)" 2>/dev/null && [ ! -e exit_status ]'
+# report STATE EXIT_CODE LOG: the line that `HostStatus` reads. Any bytes may be in the log, so it travels in base64.
+_REPORT = (
+    f'report() {{ printf \'{{"{_KEY}": "%s", "state": "%s", "exit_code": %s, "log_base64": "%s"}}\\n\' '
+    '"${HOSTNAME:-$(hostname)}" "$1" "$2" "$3"; }'
+)
+# An exit_status without a number is that of a full disk.
+_REPORT_STATE = (
+    f'if {_IS_RUNNING}; then report {RUNNING} null "$last"; '
+    f'elif [ -e exit_status ]; then report {ENDED} "$(grep -xE "[0-9]+" exit_status || echo 1)" "$last"; '
+    f'elif [ -e starter.pid ]; then report {LOST} null "$last"; else report {UNSTARTED} null "$last"; fi'
+)
 
 
 def follow(name: str, skip: int = 0) -> str:
-    """Prints worker.log from its byte `skip` on until the worker has ended, then a line with its exit status."""
-    wait = f"while {_RUNNING} && kill -0 $tail 2>/dev/null; do sleep ${{PEREX_T5X_POLL:-5}}; done; sleep 1"
+    """Prints worker.log from its byte `skip` on until the worker has ended, then an empty line and the host's status."""
+    wait = f"while {_IS_RUNNING} && kill -0 $tail 2>/dev/null; do sleep ${{PEREX_T5X_POLL:-5}}; done; sleep 1"
     return "; ".join(
         [
-            f"cd {_folder(name)} && [ -e starter.pid ] || {{ echo {EXIT} unstarted; exit 0; }}",
+            _REPORT,
+            f"cd {_folder(name)} && [ -e starter.pid ] || {{ report {UNSTARTED} null ''; exit 0; }}",
             f"{{ tail -c +{skip + 1} -F worker.log 2>/dev/null & }}",
             "tail=$!",
             "trap 'kill $tail 2>/dev/null' EXIT HUP TERM",
             wait,
-            f"if {_RUNNING}; then exit 1; fi",  # nobody reads any more
+            f"if {_IS_RUNNING}; then exit 1; fi",  # nobody reads any more
             "kill $tail 2>/dev/null",
             "wait $tail 2>/dev/null",
-            f'printf "\\n%s %s\\n" {EXIT} "$(cat exit_status 2>/dev/null || echo {LOST})"',
+            "last=",
+            "echo",
+            _REPORT_STATE,
         ]
     )
 
 
 def status(name: str) -> str:
-    """One line: which host, what its worker does, and the last line of its log. gcloud mixes the lines of all hosts."""
-    state = f'if {_RUNNING}; then s=running; elif [ -e exit_status ]; then s="ended with $(cat exit_status)"; '
-    state += "elif [ -e starter.pid ]; then s=lost; else s='not started'; fi"
-    last = "$(tail -n 1 worker.log 2>/dev/null || true)"
-    host = "h=${HOSTNAME:-$(hostname)}"
-    return f'{host}; cd {_folder(name)} 2>/dev/null || {{ echo "$h nothing here"; exit 0; }}; {state}; echo "$h $s: {last}"'
+    """Prints the host's status, with the last line of its log. gcloud mixes the lines of all hosts."""
+    return "; ".join(
+        [
+            _REPORT,
+            f"cd {_folder(name)} 2>/dev/null || {{ report {ABSENT} null ''; exit 0; }}",
+            "last=$(tail -n 1 worker.log 2>/dev/null | tail -c 2000 | base64 -w 0)",
+            _REPORT_STATE,
+        ]
+    )
 
 
 def stop(name: str, patience: int = 120) -> str:
     """Asks the worker to save and stop, and waits until it has; one that does not is killed, and its job with it."""
-    wait = f"for i in $(seq {patience}); do if {_RUNNING}; then sleep 1; fi; done"
+    wait = f"for i in $(seq {patience}); do if {_IS_RUNNING}; then sleep 1; fi; done"
     return "; ".join(
         [
             f"cd {_folder(name)} || exit 0",
-            f"if ! {{ {_RUNNING}; }}; then echo not running; exit 0; fi",
+            f"if ! {{ {_IS_RUNNING}; }}; then echo not running; exit 0; fi",
             'kill -TERM "$(cat worker.lock)" 2>/dev/null || true',
             wait,
-            f'if {_RUNNING}; then kill -KILL "$(cat worker.lock)" 2>/dev/null || true; sleep 3; fi',
-            f"if {_RUNNING}; then echo does not stop >&2; exit 1; fi",
+            f'if {_IS_RUNNING}; then kill -KILL "$(cat worker.lock)" 2>/dev/null || true; sleep 3; fi',
+            f"if {_IS_RUNNING}; then echo does not stop >&2; exit 1; fi",
             "echo stopped",
         ]
     )

@@ -1,4 +1,4 @@
-"""A queued resource, and the gcloud commands about it: lists of arguments, nothing is run here."""
+"""A queued resource, and the gcloud commands about it as lists of arguments; nothing is run here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from perex_t5x.errors import ConfigError
 from perex_t5x.launching import names
 from perex_t5x.launching.request import Request
+from perex_t5x.launching.shell import still_there
 
 LABEL_NAME, LABEL_RUN, LABEL_COMMIT = "perex-name", "perex-run", "perex-commit"
 _QUEUED = ("compute", "tpus", "queued-resources")
@@ -17,7 +18,7 @@ _QUEUED = ("compute", "tpus", "queued-resources")
 
 @dataclass(frozen=True)
 class Resource:
-    """Where the slices of a launch are, or will be. One queued resource holds all slices, which come and go together.
+    """Where the slices of a launch are, or will be. One queued resource holds all slices, which are created together.
 
     Attributes:
       name: of the queued resource; with one slice also of its node.
@@ -46,11 +47,11 @@ class Resource:
 
     @property
     def what(self) -> str:
-        """In words."""
+        """For messages."""
         return f"queued resource {self.name} ({self.project}, {self.zone})"
 
     def create(self, request: Request, commit: str, more: Sequence[str] = ()) -> list[str]:
-        """Asks for the slices. A named reservation, and shapes of some chips, are known to gcloud's alpha commands only."""
+        """Requests the slices. Only gcloud's alpha commands know named reservations, and the shapes of some chips."""
         one = self.slices == 1
         nodes = [f"--node-id={self.name}"] if one else [f"--node-count={self.slices}", f"--node-prefix={self.name}"]
         labels = {
@@ -86,18 +87,23 @@ class Resource:
         return ["gcloud", *_QUEUED, "describe", self.name, *self.where, "--format=json"]
 
     def delete(self) -> list[str]:
-        """With its nodes, running or not."""
+        """Deletes it with its nodes, running or not."""
         return ["gcloud", *_QUEUED, "delete", self.name, *self.where, "--force", "--quiet"]
 
+    @property
+    def still_there(self) -> str:
+        """The line that names it if it is not deleted."""
+        return still_there(self.what, self.delete())
+
     def list(self) -> list[str]:
-        """All of the zone, whoever made them."""
+        """Lists all of the zone, whoever created them."""
         return ["gcloud", *_QUEUED, "list", *self.where, "--format=json"]
 
     def describe_node(self, node: str) -> list[str]:
         return ["gcloud", "compute", "tpus", "tpu-vm", "describe", node, *self.where, "--format=json"]
 
     def ssh(self, node: str, script: str, worker: str = "all") -> list[str]:
-        """Runs a script on hosts of a node. It arrives literally: no shell of this machine reads it."""
+        """Runs a script on hosts of a node. It arrives literally: no shell on this machine reads it."""
         internal = ["--internal-ip"] if self.internal_ip else []
         alive = "--ssh-flag=-o ServerAliveInterval=30"
         command = f"--command={script}"
@@ -114,14 +120,14 @@ _OWN_FLAGS = (
 
 
 def check_create_flags(flags: Sequence[str]) -> None:
-    """Raises `ConfigError` for a --create_flag that would undo one of the launch's own: without its labels it is not found.
+    """Raises `ConfigError` for a --create_flag that would override one of the launch's own, such as its labels.
 
     >>> check_create_flags(["--network=n"])
     """
     for flag in flags:
         name = flag.partition("=")[0]
         if not name.startswith("--"):
-            raise ConfigError(f"--create_flag={flag!r} is no flag of gcloud's, such as --create_flag=--network=n.")
+            raise ConfigError(f"--create_flag={flag!r} is not a gcloud flag, such as --create_flag=--network=n.")
         if name[2:] in _OWN_FLAGS:
             raise ConfigError(f"--create_flag={flag!r}: {name} is set by the launch itself.")
 
@@ -132,11 +138,11 @@ def _reservation(name: str, project: str, zone: str) -> str:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` or `list` says of a queued resource.
+    """A queued resource as `describe` or `list` shows it.
 
     Attributes:
-      state: ACCEPTED, WAITING_FOR_RESOURCES, PROVISIONING, ACTIVE, FAILED, SUSPENDING, SUSPENDED, ...; 'GONE' where there
-        is none.
+      state: ACCEPTED, WAITING_FOR_RESOURCES, PROVISIONING, ACTIVE, FAILED, SUSPENDING, SUSPENDED, ...; 'GONE' if there is
+        none.
     """
 
     name: str
@@ -146,26 +152,28 @@ class Description:
     slices: int = 1
 
     @classmethod
-    def of(cls, found: dict[str, Any]) -> Description:
+    def of(cls, described: dict[str, Any]) -> Description:
         """
         >>> Description.of({"name": "projects/p/locations/z/queuedResources/a", "state": {"state": "ACTIVE"}}).state
         'ACTIVE'
         """
-        state = found.get("state", {})
-        specs = found.get("tpu", {}).get("nodeSpec", [])
+        state = described.get("state", {})
+        specs = described.get("tpu", {}).get("nodeSpec", [])
         labels = next((spec.get("node", {}).get("labels", {}) for spec in specs), {})
         several = [s.get("multisliceParams") or s.get("multiNodeParams") or {} for s in specs]
         count = sum(int(s.get("nodeCount", 1)) for s in several)
         errors = [value["error"] for value in state.values() if isinstance(value, dict) and "error" in value]
         error = "; ".join(str(e.get("message", e)) for e in errors)
-        return cls(found.get("name", "").rpartition("/")[2], state.get("state", "UNKNOWN"), error, labels, count or 1)
+        return cls(
+            described.get("name", "").rpartition("/")[2], state.get("state", "UNKNOWN"), error, labels, count or 1
+        )
 
     @property
     def ours(self) -> bool:
         return LABEL_NAME in self.labels
 
     @property
-    def coming_or_there(self) -> bool:
+    def exists_or_pending(self) -> bool:
         return self.state in ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE")
 
 
@@ -177,5 +185,5 @@ def parsed(text: str) -> Description:
 
 
 def all_of(text: str) -> list[Description]:
-    """Those that launches have made."""
-    return [found for item in json.loads(text or "[]") if (found := Description.of(item)).ours]
+    """Those that launches have created."""
+    return [described for item in json.loads(text or "[]") if (described := Description.of(item)).ours]

@@ -9,11 +9,12 @@ from perex_t5x.cli import prompts
 from perex_t5x.errors import ConfigError, Reason, TrainingError
 from perex_t5x.launching import collect
 from perex_t5x.launching.gcloud import logs, resource
-from perex_t5x.launching.gcloud.logs import Follower
+from perex_t5x.launching.gcloud.logs import Ended, Follower
 from perex_t5x.launching.gcloud.resource import GONE, Description
 from perex_t5x.launching.gcloud.steps import ExistsError, Steps
 from perex_t5x.launching.request import Request
 from perex_t5x.launching.shell import Leftovers, say, still_there
+from perex_t5x.launching.spec import FINAL_REASONS
 
 _MOST_LOOKS = 20  # at slices on which nothing is started yet: another launch may be about to
 _MOST_FAILURES = 3  # in a row without a newer checkpoint or a finished run
@@ -76,7 +77,7 @@ class Session:
                 self.prepare()
                 break
             except TrainingError:
-                if not self.steps.taken_away():
+                if not self.steps.preempted():
                     raise
             say("the slices were taken away before the program ran")
             self._count()
@@ -124,55 +125,57 @@ class Session:
         failures = 0
         while True:
             ended = self._follow()
-            if ended in ("0", "3"):
-                return self._finish(ended)
-            if ended == "2":
-                self._give_up(ConfigError("the program ended with a slip in its configuration (status 2), see above."))
-            if ended == str(Reason.INTERRUPTED.exit_code):
+            if ended.reason in (Reason.DONE, Reason.SOME_FAILED):
+                return self._finish(ended.reason)
+            if ended.reason is Reason.CONFIGURATION:
+                self._give_up(ConfigError("the program ended with a configuration error (exit code 2), see above."))
+            if ended.reason in FINAL_REASONS:
+                self._give_up(TrainingError(f"the program ended with {ended}: a restart would end in the same way."))
+            if ended.reason is Reason.INTERRUPTED:
                 self._named = True
-                stopped = KeyboardInterrupt("the program was stopped; the same launch goes on with it.")
+                stopped = KeyboardInterrupt("the program was stopped; the same launch command resumes it.")
                 stopped.add_note(still_there(self.steps.target.what, self.steps.target.delete()))
                 raise stopped
-            if ended == logs.DELETED:  # by hand, to stop everything: made anew, they would cost unseen
+            if ended.how == logs.DELETED:  # by hand, to stop everything: created again, they would cost unnoticed
                 self._named = True
                 raise KeyboardInterrupt(
-                    f"{self.steps.target.what} was deleted, and not by this launch. What was done is kept: the same launch "
-                    "goes on with it."
+                    f"{self.steps.target.what} was deleted, and not by this launch. The same launch command resumes from "
+                    "what is saved."
                 )
-            if ended == logs.PREEMPTED:
-                say("the slices were taken away")
-            elif ended != logs.UNSTARTED:
-                say(f"the program ended with status {ended}")
+            if ended.how == logs.PREEMPTED:
+                say("the slices were preempted")
+            elif ended.how != logs.UNSTARTED:
+                say(f"the program ended with {ended}")
                 failures = 1 if self._progress() else failures + 1
                 if failures >= _MOST_FAILURES:
                     self._give_up(
                         TrainingError(f"the program failed {failures} times without a newer checkpoint, see above.")
                     )
             try:
-                if ended != logs.UNSTARTED:  # that is its first start
+                if ended.how != logs.UNSTARTED:  # that is its first start
                     self._count()
             except TrainingError as e:
                 self._give_up(e)
             self._again(ended)
 
-    def _follow(self) -> str:
+    def _follow(self) -> Ended:
         for _ in range(_MOST_LOOKS):
             ended = self._follower.follow()
-            if ended != logs.UNSTARTED:
+            if ended.how != logs.UNSTARTED:
                 break
             say("nothing is started there yet")
             self.steps.sleep(self.steps.poll)
         return ended
 
-    def _again(self, ended: str) -> None:
+    def _again(self, ended: Ended) -> None:
         self._named = True
         with Leftovers(self.steps.commands, self.request.keep) as leftovers:
             leftovers.add(self.steps.target.what, self.steps.target.delete())
-            if ended == logs.PREEMPTED:
+            if ended.how == logs.PREEMPTED:
                 self.steps.delete()
                 self.make(leftovers)
                 self._follower = Follower(self.steps)  # a new log
-            elif ended == logs.UNSTARTED:
+            elif ended.how == logs.UNSTARTED:
                 self.prepare()
             else:
                 self.steps.stop()  # what is left of it on other hosts
@@ -197,8 +200,8 @@ class Session:
         self._seen |= found
         return new
 
-    def _finish(self, ended: str) -> int:
-        say("all jobs have ended, some of them as failures" if ended == "3" else "all jobs are done")
+    def _finish(self, reason: Reason) -> int:
+        say("all jobs have ended, some of them failed" if reason is Reason.SOME_FAILED else "all jobs are done")
         self._named = True
         with Leftovers(self.steps.commands, self.request.keep) as leftovers:
             leftovers.add(self.steps.target.what, self.steps.target.delete())
@@ -214,7 +217,7 @@ def check_folder(request: Request, steps: Steps) -> None:
     """Raises `ConfigError` if a launch of another name writes into the same folder."""
     for other in steps.list():
         same_folder = other.labels.get(resource.LABEL_RUN) == request.work.fingerprint
-        if same_folder and other.name != request.name and other.coming_or_there:
+        if same_folder and other.name != request.name and other.exists_or_pending:
             raise ConfigError(
                 f"{request.work.root} is written by the launch {other.name!r}, which is {other.state}. Follow it with "
                 f"--name={other.name}, delete it, or choose another folder."
@@ -239,12 +242,12 @@ def find_existing(request: Request, steps: Steps) -> Description:
         raise ConfigError(
             f"{steps.target.what} belongs to a launch into another folder than {request.work.root}. Choose another --name."
         )
-    if found.slices != request.slices and found.coming_or_there:
+    if found.slices != request.slices and found.exists_or_pending:
         raise ConfigError(
             f"{steps.target.what} has {found.slices} slice(s), and {request.slices} would be asked for: give "
             f"--slices={found.slices} to follow it, or delete it first."
         )
-    if not found.coming_or_there:
+    if not found.exists_or_pending:
         say(f"{steps.target.what} is {found.state}: it is deleted and made anew.")
         steps.delete()
         return GONE

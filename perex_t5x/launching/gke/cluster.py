@@ -1,27 +1,20 @@
-"""A cluster as kubectl reaches it: one context, one namespace."""
+"""A cluster as kubectl reaches it (one context, one namespace), and what its objects say about a launch."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from perex_t5x.errors import ConfigError
+from perex_t5x.launching import shell
 from perex_t5x.launching.gke.manifest import CONTAINER, LAUNCH_LABEL, NAME_LABEL, RUN_LABEL
 from perex_t5x.launching.shell import CommandError, Commands, Completed
 
 JOBSETS = "jobsets.jobset.x-k8s.io"
-ALREADY_EXISTS = r"\(AlreadyExists\)"
-NOT_FOUND = r"\(NotFound\)"
-NO_SUCH_KIND = r"doesn't have a resource type"
-_PASSING = (r"TLS handshake timeout", r"i/o timeout", r"connection refused", r"\(ServiceUnavailable\)", r"EOF")
 _SECONDS = 60.0
-# kubectl says a trouble of the network five times in its own log before it says it to people.
-_OWN_LOG = re.compile(r"^[EWI]\d{4} [\d:.]+ +\d+ \S+\.go:\d+\] .*\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -29,8 +22,8 @@ class Cluster:
     """Where kubectl's commands go.
 
     Attributes:
-      commands: by which they are run.
-      namespace: of all that is looked at or created.
+      commands: runs them.
+      namespace: of everything that is read or created.
       context: of the kubeconfig; None is the current one.
     """
 
@@ -48,9 +41,10 @@ class Cluster:
         return ["kubectl", *context, f"--namespace={self.namespace}", *words]
 
     def ask(self, *words: str) -> Completed:
-        """A question whose answer may be no; passing troubles of the network are retried."""
-        done = self.commands.run(self.kubectl(*words), check=False, timeout=_SECONDS, retries=3, retry_on=_PASSING)
-        return dataclasses.replace(done, stderr=_OWN_LOG.sub("", done.stderr))
+        """A query that may fail; transient network problems are retried."""
+        transient = [shell.KUBECTL_TRANSIENT]
+        done = self.commands.run(self.kubectl(*words), check=False, timeout=_SECONDS, retries=3, retry_on=transient)
+        return done.without_kubectl_log()
 
     def get(self, kind: str, selector: str | None = None, *words: str) -> list[dict[str, Any]]:
         """The objects of a kind, as they are now; none in a dry run."""
@@ -61,7 +55,7 @@ class Cluster:
         return json.loads(done.stdout)["items"] if done.stdout.strip() else []
 
     def jobsets(self, *, group: str | None = None, run: str | None = None) -> list[dict[str, Any]]:
-        """Those of the launch `group`, those that write to the same folder as `run`, or all that launches have made."""
+        """Those of the launch `group`, those that write to the same folder as `run`, or all that launches have created."""
         chosen = [f"{NAME_LABEL}={group}"] if group else [NAME_LABEL]
         return self.get(JOBSETS, ",".join([f"{RUN_LABEL}={run}"] if run else chosen))
 
@@ -70,16 +64,16 @@ class Cluster:
         return self.get("pods", f"jobset.sigs.k8s.io/jobset-name={jobset}")
 
     def create(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Creates an object, never changes one: two launches of one name collide here. Returns what the cluster made.
+        """Creates an object, never changes one: two launches with the same name collide here. Returns the created object.
 
-        Not retried: whether a lost answer was a yes is found out by the launch's label.
+        Not retried: whether it was created although the answer got lost is known from the launch's label.
         """
         words = self.kubectl("create", "--filename=-", "--output=json")
         made = self.commands.run(words, input=json.dumps(manifest), timeout=_SECONDS, dry="{}").stdout
         return json.loads(made)
 
     def delete_launch(self, launch: str) -> list[str]:
-        """The command that deletes what one launch has created, and nothing of any other's."""
+        """The command that deletes what this launch has created, and nothing else."""
         return self.kubectl("delete", f"{JOBSETS},configmaps", f"--selector={LAUNCH_LABEL}={launch}")
 
     def delete_group(self, group: str | None) -> list[str]:
@@ -89,28 +83,22 @@ class Cluster:
 
 
 def connected(commands: Commands, namespace: str, context: str | None) -> Cluster:
-    """The cluster that kubectl talks to now; later it stays this one, whatever another terminal switches to."""
+    """The cluster of kubectl's current context, kept for the whole launch even if another terminal switches contexts."""
     if context or commands.dry_run:
         return Cluster(commands, namespace, context)
     done = commands.run(["kubectl", "config", "current-context"], check=False, timeout=_SECONDS)
     if done.returncode != 0 or not done.stdout.strip():
         raise ConfigError(
-            "kubectl has no current context, so there is no cluster to launch on. For one that exists:\n"
+            "kubectl has no current context, so there is no cluster to launch on. To use an existing one:\n"
             "  gcloud container clusters get-credentials CLUSTER --location=LOCATION --project=PROJECT\n"
-            "How to make one: docs/launch_gke.md."
+            "How to create one: docs/launch_gke.md."
         )
     return Cluster(commands, namespace, done.stdout.strip())
 
 
-def said(done: Completed, patterns: Sequence[str] | str) -> bool:
-    """Whether kubectl's complaint is one of these."""
-    found = [patterns] if isinstance(patterns, str) else patterns
-    return any(re.search(pattern, done.stderr) for pattern in found)
-
-
 COMPLETED, FAILED, QUEUED, RUNNING, STARTING = "completed", "failed", "queued", "running", "starting"
 _INDICES = ("batch.kubernetes.io/job-completion-index", "jobset.sigs.k8s.io/job-index")
-# Waiting for these passes by itself.
+# Normal reasons to wait.
 _USUAL_WAITS = ("ContainerCreating", "PodInitializing")
 
 
@@ -121,8 +109,8 @@ class State:
     Attributes:
       phase: queued by Kueue, starting, running, completed or failed.
       restarts: of all its pods together.
-      words: what the cluster says of it.
-      launch: the launch that made it.
+      words: the cluster's message about it.
+      launch: the launch that created it.
     """
 
     name: str
@@ -146,7 +134,7 @@ class State:
 
     @classmethod
     def of(cls, jobset: Mapping[str, Any]) -> State:
-        """From what `kubectl get jobset -o json` says.
+        """From `kubectl get jobset -o json`.
 
         >>> State.of({"metadata": {"name": "a"}, "status": {"restarts": 2, "terminalState": "Completed"}}).phase
         'completed'
@@ -178,24 +166,24 @@ class State:
 
 
 def first_pod(pods: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The newest pod of process 0 of slice 0, if it has begun: its log is the run's."""
-    found = [
+    """The newest pod of process 0 of slice 0 that has started: its log is the run's."""
+    candidates = [
         pod
         for pod in pods
         if all(_label(pod, label) == "0" for label in _INDICES)
         and pod.get("status", {}).get("phase") in ("Running", "Succeeded", "Failed")
     ]
-    return max(found, key=lambda pod: pod["metadata"].get("creationTimestamp", ""), default=None)
+    return max(candidates, key=lambda pod: pod["metadata"].get("creationTimestamp", ""), default=None)
 
 
 def _label(pod: Mapping[str, Any], name: str) -> str | None:
-    """Kubernetes before 1.28 has the index as an annotation only."""
+    """A label or annotation: before Kubernetes 1.28 the index is an annotation only."""
     metadata = pod["metadata"]
     return metadata.get("labels", {}).get(name) or metadata.get("annotations", {}).get(name)
 
 
 def exit_codes(pods: Iterable[Mapping[str, Any]]) -> list[int]:
-    """With which the program has ended in pods, in no order."""
+    """Exit codes of the program in these pods, in no order."""
     codes = []
     for pod in pods:
         for container in pod.get("status", {}).get("containerStatuses", []):
@@ -214,13 +202,13 @@ def pod_phases(pods: Iterable[Mapping[str, Any]]) -> str:
 
 
 def troubles(pods: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Why pods do not come up: each reason once, with how many it keeps and the first of them."""
+    """Why pods do not start: each reason once, with the number of pods and the first of them."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for pod in pods:
         status = pod.get("status", {})
         if status.get("phase") != "Pending":
             continue
-        found = [
+        blocking = [
             (c.get("reason", ""), c.get("message", ""))
             for c in status.get("conditions", [])
             if c["type"] == "PodScheduled" and c["status"] == "False"
@@ -228,8 +216,8 @@ def troubles(pods: Iterable[Mapping[str, Any]]) -> list[str]:
         for container in status.get("containerStatuses", []):
             waiting = container.get("state", {}).get("waiting") or {}
             if waiting.get("reason", _USUAL_WAITS[0]) not in _USUAL_WAITS:
-                found.append((waiting["reason"], waiting.get("message", "")))
-        for reason in found:
+                blocking.append((waiting["reason"], waiting.get("message", "")))
+        for reason in blocking:
             reasons.setdefault(reason, []).append(pod["metadata"]["name"])
     return [
         f"{len(names)} {'pods wait' if len(names) > 1 else 'pod waits'} ({names[0]}): {reason}: {message}".rstrip(": ")
@@ -241,14 +229,14 @@ def troubles(pods: Iterable[Mapping[str, Any]]) -> list[str]:
 def advice(reason: str) -> str:
     """What usually helps."""
     if "Image" in reason:
-        return "\n    the image is not there, or the nodes may not read it: look at --image and the registry's permissions."
+        return "\n    the image does not exist, or the nodes may not read it: check --image and the registry's permissions."
     if reason == "Unschedulable":
-        return "\n    no free slice of this kind: wait for one, or look at the node pools (docs/launch_gke.md)."
+        return "\n    no free slice of this kind: wait for one, or check the node pools (docs/launch_gke.md)."
     return ""
 
 
 def warnings(events: Iterable[Mapping[str, Any]], jobset: str, most: int = 5) -> list[str]:
-    """The last warnings that concern a JobSet, its jobs or its pods."""
+    """The last warnings about a JobSet, its jobs or its pods."""
     own = [
         event
         for event in events

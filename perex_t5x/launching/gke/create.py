@@ -1,4 +1,4 @@
-"""From planned JobSets to ones that exist: found if they run already, created together, or not at all."""
+"""From a request to JobSets: planned, the cluster checked, running ones found, all of them created or none."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from perex_t5x.errors import ConfigError
+from perex_t5x.launching import shell
 from perex_t5x.launching.gke import manifest
-from perex_t5x.launching.gke.cluster import ALREADY_EXISTS, JOBSETS, NO_SUCH_KIND, NOT_FOUND, Cluster, State, said
+from perex_t5x.launching.gke.cluster import JOBSETS, Cluster, State
 from perex_t5x.launching.gke.manifest import MOUNTED_AT, NODE_POOL, Shape, node_selector
 from perex_t5x.launching.request import Request
 from perex_t5x.launching.shell import CommandError, Leftovers, say
@@ -29,7 +30,7 @@ INSTALL_KUEUE = (
     "--filename=https://github.com/kubernetes-sigs/kueue/releases/latest/download/manifests.yaml"
 )
 JOBS_FILE = "jobs.json"
-# The folder of jobs.json is mounted for reading only.
+# The folder of jobs.json is mounted read-only.
 COMMAND = (
     "python",
     "-m",
@@ -42,7 +43,7 @@ COMMAND = (
 
 @dataclass(frozen=True)
 class Planned:
-    """One JobSet that is to be created, and the files of its ConfigMap."""
+    """One JobSet to be created, and the files of its ConfigMap."""
 
     shape: Shape
     files: Mapping[str, str]
@@ -56,25 +57,25 @@ class Planned:
 
 
 def planned(request: Request, args: Any) -> list[Planned]:
-    """All JobSets of a launch; raises `ConfigError` for what no cluster would take."""
+    """All JobSets of a launch; raises `ConfigError` for what no cluster would accept."""
     work, slice_ = request.work, request.slice
     if not args.image:
         raise ConfigError(
-            "--image is not given: the container that the pods run. How to build one of this checkout: docs/launch_gke.md."
+            "--image is missing: the container image of the pods. How to build one from this checkout: docs/launch_gke.md."
         )
     if request.with_package:
         raise ConfigError("--with_package: pods install nothing; build your packages into the --image.")
     count = args.jobsets
     if not 1 <= count <= len(work.jobs):
-        raise ConfigError(f"--jobsets={count}: from 1 to {len(work.jobs)}, the number of runs.")
+        raise ConfigError(f"--jobsets={count}: valid are 1 to {len(work.jobs)}, the number of runs.")
     chips_per_host = args.chips_per_host or slice_.chips_per_host
     if chips_per_host < 1 or slice_.chips % chips_per_host:
         raise ConfigError(f"--chips_per_host={chips_per_host}: {slice_.topology} has {slice_.chips} chips.")
     if not math.isfinite(args.ttl_hours):
-        raise ConfigError(f"--ttl_hours={args.ttl_hours}: a number of hours.")
+        raise ConfigError(f"--ttl_hours={args.ttl_hours} is not a number of hours.")
     launch = secrets.token_hex(4)
     gin = {f"{GIN_FOLDER}/{name}": _text(path) for name, path in work.gin_files.items()}
-    found = []
+    plans = []
     for number in range(count):
         part = dataclasses.replace(work, jobs=work.jobs[number::count])
         shape = Shape(
@@ -100,9 +101,9 @@ def planned(request: Request, args: Any) -> list[Planned]:
             host_network=args.host_network,
             privileged=args.privileged,
         )
-        found.append(Planned(shape, {JOBS_FILE: part.to_json(), **gin}))
-        found[-1].config_map()  # too large? before anything is created
-    return found
+        plans.append(Planned(shape, {JOBS_FILE: part.to_json(), **gin}))
+        plans[-1].config_map()  # fails if it is too large, before anything is created
+    return plans
 
 
 def _text(path: str) -> str:
@@ -113,42 +114,41 @@ def _text(path: str) -> str:
 
 
 def check_cluster(cluster: Cluster, shape: Shape) -> None:
-    """Raises `ConfigError` with all that is missing; what may come by itself, such as nodes, is a warning."""
-    slips = [*_jobset_slips(cluster), *_queue_slips(cluster, shape)]
+    """Raises `ConfigError` with everything that is missing; what may still appear, such as nodes, is a warning."""
+    problems = [*_jobset_problems(cluster), *_queue_problems(cluster, shape)]
     for kind, flag, name in (
         ("namespace", "namespace", shape.namespace if shape.namespace != "default" else None),
         ("serviceaccount", "service_account", shape.service_account),
         ("priorityclass", "priority", shape.priority),
     ):
-        slips += _named_slips(cluster, kind, flag, name)
-    slips += _node_slips(cluster, shape)
-    if slips:
-        raise ConfigError(f"the cluster {cluster.context} is not ready:\n" + "\n".join(f"- {slip}" for slip in slips))
+        problems += _named_problems(cluster, kind, flag, name)
+    problems += _node_problems(cluster, shape)
+    if problems:
+        listed = "\n".join(f"- {problem}" for problem in problems)
+        raise ConfigError(f"the cluster {cluster.context} is not ready:\n{listed}")
 
 
 def _warn(words: str) -> None:
     say(f"note: {words}")
 
 
-def _jobset_slips(cluster: Cluster) -> list[str]:
+def _jobset_problems(cluster: Cluster) -> list[str]:
     done = cluster.ask("get", "crd", JOBSETS, "--output=json")
     if done.returncode == 0:
         if cluster.commands.dry_run or _has_rules(json.loads(done.stdout)):
             return []
-        return [
-            f"its JobSet is older than v0.6, which cannot restart by exit code. Install a newer one:\n  {INSTALL_JOBSET}"
-        ]
-    if said(done, NOT_FOUND):
+        return [f"its JobSet is older than v0.6, which cannot restart by exit code. Upgrade it:\n  {INSTALL_JOBSET}"]
+    if done.matches(shell.GONE):
         return [f"JobSet is not installed. Install it with:\n  {INSTALL_JOBSET}"]
-    if said(done, r"\(Forbidden\)"):
-        _warn("you may not see whether JobSet is installed on the cluster; it is taken to be.")
+    if done.matches(shell.FORBIDDEN):
+        _warn("you lack the permission to see whether JobSet is installed; assuming that it is.")
         return []
-    # At once: each further question would be retried, and end in the same words.
+    # At once: each further query would be retried, and fail in the same way.
     raise ConfigError(f"kubectl cannot reach the cluster {cluster.context}:\n{done.said}")
 
 
 def _has_rules(crd: dict[str, Any]) -> bool:
-    """Whether the JobSet that is installed knows rules of its failure policy."""
+    """Whether the installed JobSet supports rules in its failure policy."""
     try:
         version = next(v for v in crd["spec"]["versions"] if v["name"] == "v1alpha2")
         spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
@@ -157,77 +157,77 @@ def _has_rules(crd: dict[str, Any]) -> bool:
         return False
 
 
-def _queue_slips(cluster: Cluster, shape: Shape) -> list[str]:
+def _queue_problems(cluster: Cluster, shape: Shape) -> list[str]:
     queue = shape.queue
     if queue is None:
         return []
     done = cluster.ask("get", "localqueues.kueue.x-k8s.io", "--output=json")
-    if said(done, NO_SUCH_KIND):
+    if done.matches(shell.NO_SUCH_KIND):
         return [f"--queue={queue}: Kueue is not installed. Leave --queue out, or install it with:\n  {INSTALL_KUEUE}"]
     if done.returncode != 0:
-        return [f"--queue={queue}: kubectl cannot ask for it:\n{done.said}"]
+        return [f"--queue={queue}: kubectl cannot read it:\n{done.said}"]
     if cluster.commands.dry_run:
-        return _quota_slips(cluster, shape, "")
-    found = {item["metadata"]["name"]: item.get("spec", {}) for item in json.loads(done.stdout)["items"]}
-    if queue in found:
-        return _quota_slips(cluster, shape, found[queue].get("clusterQueue", ""))
-    there = f"it has {', '.join(found)}" if found else "it has none"
+        return _quota_problems(cluster, shape, "")
+    queues = {item["metadata"]["name"]: item.get("spec", {}) for item in json.loads(done.stdout)["items"]}
+    if queue in queues:
+        return _quota_problems(cluster, shape, queues[queue].get("clusterQueue", ""))
+    there = f"it has {', '.join(queues)}" if queues else "it has none"
     return [f"--queue={queue}: no such LocalQueue in the namespace {cluster.namespace}; {there}."]
 
 
-def _quota_slips(cluster: Cluster, shape: Shape, name: str) -> list[str]:
-    """That Kueue's quota is large enough for one JobSet: a larger one would be queued for ever."""
+def _quota_problems(cluster: Cluster, shape: Shape, name: str) -> list[str]:
+    """Whether Kueue's quota is large enough for one JobSet: a larger one would be queued forever."""
     done = cluster.ask("get", "clusterqueues.kueue.x-k8s.io", "--output=json")
     if done.returncode != 0:
-        _warn(f"the quota of --queue={shape.queue} could not be looked at:\n{done.said}")
+        _warn(f"the quota of --queue={shape.queue} could not be read:\n{done.said}")
     if done.returncode != 0 or cluster.commands.dry_run:
         return []
-    found = {item["metadata"]["name"]: item["spec"] for item in json.loads(done.stdout)["items"]}
-    if name not in found:
+    queues = {item["metadata"]["name"]: item["spec"] for item in json.loads(done.stdout)["items"]}
+    if name not in queues:
         return [f"--queue={shape.queue}: it belongs to the ClusterQueue {name}, which does not exist."]
-    spec = found[name]
+    spec = queues[name]
     flavors = [flavor for group in spec.get("resourceGroups", []) for flavor in group["flavors"]]
     quotas = [r["nominalQuota"] for f in flavors for r in f["resources"] if r["name"] == "google.com/tpu"]
     begin = f"--queue={shape.queue}: its ClusterQueue {name} has"
     if not quotas:
-        return [f"{begin} no quota of google.com/tpu, so it would never let the pods run (docs/launch_gke.md)."]
+        return [f"{begin} no quota of google.com/tpu, so the pods would never be admitted (docs/launch_gke.md)."]
     if not all(str(quota).isdigit() for quota in quotas):  # such as 1k
         return []
     asked, most = shape.slices * shape.hosts * shape.chips_per_host, max(map(int, quotas))
     if asked <= most:
         return []
     if spec.get("cohort") or spec.get("cohortName"):
-        _warn(f"{begin} a quota of {most} chips of one kind, {asked} are asked for: it has to borrow from its cohort.")
+        _warn(f"{begin} a quota of {most} chips of one kind, {asked} are requested: it has to borrow from its cohort.")
         return []
-    return [f"{begin} a quota of {most} chips of one kind, {asked} are asked for: it would be queued for ever."]
+    return [f"{begin} a quota of {most} chips of one kind, {asked} are requested: it would be queued forever."]
 
 
-def _named_slips(cluster: Cluster, kind: str, flag: str, name: str | None) -> list[str]:
+def _named_problems(cluster: Cluster, kind: str, flag: str, name: str | None) -> list[str]:
     if name is None:
         return []
     done = cluster.ask("get", kind, name, "--output=name")
     if done.returncode == 0:
         return []
-    if said(done, NOT_FOUND):
+    if done.matches(shell.GONE):
         where = "" if kind == "namespace" else f" (namespace {cluster.namespace})"
         return [f"--{flag}={name}: there is no such {kind}{where}."]
-    _warn(f"whether the {kind} {name} exists could not be asked:\n{done.said}")
+    _warn(f"whether the {kind} {name} exists is not known:\n{done.said}")
     return []
 
 
-def _node_slips(cluster: Cluster, shape: Shape) -> list[str]:
+def _node_problems(cluster: Cluster, shape: Shape) -> list[str]:
     selector = ",".join(f"{key}={value}" for key, value in node_selector(shape).items())
     done = cluster.ask("get", "nodes", f"--selector={selector}", "--output=json")
     if done.returncode != 0:
-        _warn(f"the cluster's nodes could not be looked at:\n{done.said}")
+        _warn(f"the cluster's nodes could not be listed:\n{done.said}")
         return []
     if cluster.commands.dry_run:
         return []
     nodes = json.loads(done.stdout)["items"]
     if not nodes:
         _warn(
-            f"the cluster has no node with {selector} now. The pods wait until there are some: with autoscaling or "
-            "autoprovisioning they come by themselves, otherwise add a node pool (docs/launch_gke.md)."
+            f"the cluster has no node with {selector} now. The pods wait for one: autoscaling or autoprovisioning creates "
+            "nodes, otherwise add a node pool (docs/launch_gke.md)."
         )
         return []
     offered = {int(node["status"].get("allocatable", {}).get("google.com/tpu", 0)) for node in nodes} - {0}
@@ -235,14 +235,14 @@ def _node_slips(cluster: Cluster, shape: Shape) -> list[str]:
         there = " or ".join(map(str, sorted(offered)))
         return [
             f"its nodes of {shape.accelerator} {shape.topology} offer {there} chips each, not {shape.chips_per_host}: "
-            f"give --chips_per_host={min(offered)}, or no pod will ever find a node."
+            f"set --chips_per_host={min(offered)}, or no pod will ever be scheduled."
         ]
     pools = Counter(node["metadata"].get("labels", {}).get(NODE_POOL, "") for node in nodes)
     whole = sum(count // shape.hosts for count in pools.values())
     if whole < shape.slices:
         _warn(
-            f"the cluster has {whole} whole slices of {shape.accelerator} {shape.topology} now, {shape.slices} are asked "
-            "for: the pods wait until there are more."
+            f"the cluster has {whole} complete slices of {shape.accelerator} {shape.topology} now, {shape.slices} are "
+            "requested: the pods wait until there are more."
         )
     return []
 
@@ -256,10 +256,10 @@ class AlreadyRunningError(ConfigError):
 
 
 def check_free(cluster: Cluster, plans: Sequence[Planned]) -> list[State]:
-    """Finished JobSets that stand in the way and may go.
+    """Finished JobSets of the same run and name, which may be deleted.
 
     Raises:
-      AlreadyRunningError: the same run, or one of the same name and folder, is not finished.
+      AlreadyRunningError: a JobSet of the same run is not finished.
       ConfigError: another run has the name.
     """
     shape = plans[0].shape
@@ -276,7 +276,7 @@ def check_free(cluster: Cluster, plans: Sequence[Planned]) -> list[State]:
         if state.name in wanted and state.run != shape.run:
             raise ConfigError(
                 f"--name={shape.group}: the JobSet {state.name} of this name belongs to another run ({state.phase}). "
-                "Give another --name."
+                "Choose another --name."
             )
     return [state for state in ours if state.name in wanted]
 
@@ -288,26 +288,26 @@ def create(cluster: Cluster, plans: Sequence[Planned], former: Sequence[State], 
     Its pods wait for the ConfigMap, which takes a second.
 
     Raises:
-      AlreadyRunningError: another launch was quicker.
+      AlreadyRunningError: another launch was faster.
     """
     for launch in dict.fromkeys(state.launch for state in former):
         names = ", ".join(state.name for state in former if state.launch == launch)
         say(f"deleting the finished JobSet {names} of an earlier launch")
-        # All of that launch: its JobSets write to the same folder, so they are all finished.
+        # All JobSets of that launch write to the same folder, so they are all finished.
         cluster.commands.run(cluster.delete_launch(launch), timeout=600)
     what = f"JobSets of this launch ({', '.join(plan.shape.name for plan in plans)})"
-    # By the launch's own label: nothing of another launch is ever deleted, and what was created though its answer got
-    # lost is found.
+    # By the launch's own label: nothing of another launch is ever deleted, and what was created although its answer got
+    # lost is included.
     leftovers.add(what, cluster.delete_launch(plans[0].shape.launch))
     for number, plan in enumerate(plans):
         try:
             made = cluster.create(plan.jobset())
         except CommandError as e:
-            if not said(e.completed, ALREADY_EXISTS):
+            if not e.completed.matches(shell.ALREADY_EXISTS):
                 raise
             if number == 0:
                 leftovers.keep(what)  # there is nothing yet
-            message = f"another launch was quicker: the JobSet {plan.shape.name} exists."
+            message = f"another launch was faster: the JobSet {plan.shape.name} exists."
             raise AlreadyRunningError(message, plan.shape.group) from None
         if number == 0:
             _check_first(cluster, plan, made)
@@ -318,10 +318,10 @@ def create(cluster: Cluster, plans: Sequence[Planned], former: Sequence[State], 
 
 
 def _check_first(cluster: Cluster, plan: Planned, made: dict[str, Any]) -> None:
-    """Raises `AlreadyRunningError` if the same run was launched under another name in the same moment.
+    """Raises `AlreadyRunningError` if the same run was launched under another name at the same moment.
 
-    Names cannot collide then, so the later one gives way; of two in the same second, both. To look after creating is what
-    makes it sure: at least one of the two sees the other.
+    Their names differ, so the later one gives way; of two in the same second, both. Checking after creating is what makes
+    it safe: at least one of the two sees the other.
     """
     ours = made.get("metadata", {}).get("creationTimestamp", "")
     for jobset in cluster.jobsets(run=plan.shape.run):
@@ -329,5 +329,5 @@ def _check_first(cluster: Cluster, plan: Planned, made: dict[str, Any]) -> None:
         if other.launch == plan.shape.launch or other.finished:
             continue
         if other.created <= ours:
-            message = f"another launch of the same run was quicker: JobSet {other.name} is {other.phase}."
+            message = f"another launch of the same run was faster: JobSet {other.name} is {other.phase}."
             raise AlreadyRunningError(message, other.group)

@@ -1,4 +1,4 @@
-"""Following a launch: the log of its first process, and what changes on the cluster, until all is finished."""
+"""Following a launch: the log of process 0, and changes on the cluster, until all JobSets are finished."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.errors import ConfigError, Reason, TrainingError
 from perex_t5x.launching.gke.cluster import FAILED, Cluster, State, exit_codes, first_pod, troubles
 from perex_t5x.launching.gke.manifest import CONTAINER
 from perex_t5x.launching.shell import CommandError, Leftovers, end
+from perex_t5x.launching.spec import FINAL_REASONS
 
-EXIT_CONFIG, EXIT_SOME_FAILED = 2, 3
 _MOST_SILENT_POLLS = 30
 
 
 @dataclass
 class Log:
-    """The log of process 0, as kubectl streams it to stdout; taken up again for every new pod."""
+    """The log of process 0, as kubectl streams it to stdout; started again for every new pod."""
 
     cluster: Cluster
     process: subprocess.Popen | None = None
@@ -31,7 +31,7 @@ class Log:
     _done: set[str] = field(default_factory=set)
 
     def attend(self, pod: Mapping[str, Any] | None) -> None:
-        """Streams a pod's log, if it is not streamed already; a stream that broke off is taken up where it was last seen."""
+        """Streams a pod's log unless it is being streamed already; a broken stream continues from where it was last seen."""
         if pod is None:
             return
         metadata, ended = pod["metadata"], pod["status"]["phase"] != "Running"
@@ -54,7 +54,7 @@ class Log:
         )
 
     def drain(self, seconds: float = 30.0) -> None:
-        """Lets kubectl print the rest."""
+        """Waits for kubectl to print the rest."""
         if self.process is not None:
             try:
                 self.process.wait(seconds)
@@ -70,14 +70,15 @@ class Log:
 def follow(cluster: Cluster, group: str, poll_seconds: float = 10.0, begun: Callable[[], None] = lambda: None) -> int:
     """Prints what happens until all JobSets of a launch are finished.
 
-    Whatever ends it early, the launch goes on, and the last line says how to stop it; from `begun()` on.
+    Whatever interrupts it after `begun()`, the launch continues, and the last line says how to stop it.
 
     Returns:
-      0 all completed; 2 a slip stopped one; 3 some runs of the sweep failed for good; 1 anything else.
+      The exit code of the command: 0 all completed; 2 a configuration error; 3 some runs of the sweep failed for good;
+      1 anything else.
     """
     log = Log(cluster)
     try:
-        with Leftovers(cluster.commands):  # nothing to delete: SIGTERM as Ctrl-C
+        with Leftovers(cluster.commands):  # nothing to delete; SIGTERM acts as Ctrl-C
             begun()
             if cluster.commands.dry_run:
                 cluster.jobsets(group=group)
@@ -85,7 +86,7 @@ def follow(cluster: Cluster, group: str, poll_seconds: float = 10.0, begun: Call
             return _follow(cluster, group, poll_seconds, log)
     except KeyboardInterrupt:
         stopped = KeyboardInterrupt(
-            f"no longer following; {group} goes on. To follow it again: {command('follow', cluster, group)}"
+            f"no longer following; {group} continues. To follow it again: {command('follow', cluster, group)}"
         )
         stopped.add_note(_how_to_stop(cluster, group))
         raise stopped from None
@@ -118,13 +119,13 @@ def _follow(cluster: Cluster, group: str, poll_seconds: float, log: Log) -> int:
             _say(seen, "kubectl", f"the cluster does not answer:\n{e.completed.said}")
             if silent >= _MOST_SILENT_POLLS:
                 raise TrainingError(
-                    f"the cluster has not answered {silent} times; {group} goes on as far as it can. "
+                    f"the cluster has not answered {silent} times; {group} may still be running. "
                     f"To follow it again: {command('follow', cluster, group)}"
                 ) from e
             time.sleep(poll_seconds)
             continue
         if watched is None:
-            why = " any more: it was deleted." if last else ". Those that are: ./launch/gke.py list"
+            why = " any more: it was deleted." if last else ". To list launches: ./launch/gke.py list"
             raise ConfigError(f"there is no launch {group} on the cluster{why}")
         for gone in {state.name for state in last} - {state.name for state in found}:
             _say(seen, gone, f"{gone}: deleted")
@@ -141,7 +142,7 @@ def _follow(cluster: Cluster, group: str, poll_seconds: float, log: Log) -> int:
 
 
 def _say(seen: dict[str, str], subject: str, words: str) -> None:
-    """Prints what is new."""
+    """Prints what has changed."""
     if seen.get(subject) != words:
         seen[subject] = words
         print(words, file=sys.stderr, flush=True)
@@ -152,28 +153,30 @@ def _finished(cluster: Cluster, group: str, found: list[State]) -> int:
     if not failed:
         print(f"{group} is finished. {_how_to_delete(cluster, group)}", file=sys.stderr, flush=True)
         return 0
-    codes = {code for state in failed for code in exit_codes(cluster.pods(state.name))}
-    if EXIT_CONFIG in codes:
-        status, why = EXIT_CONFIG, "a slip in the configuration, see the log: starting again would end in the same way"
-    elif EXIT_SOME_FAILED in codes:
-        status, why = EXIT_SOME_FAILED, "all runs are through, some of them failed for good, such as by diverging"
+    reasons = {Reason.of_exit_code(code) for state in failed for code in exit_codes(cluster.pods(state.name))}
+    if Reason.CONFIGURATION in reasons:
+        reason, why = Reason.CONFIGURATION, "a configuration error, see the log: a restart would end in the same way"
+    elif Reason.SOME_FAILED in reasons:
+        reason, why = Reason.SOME_FAILED, "all runs have ended, some of them failed for good, for example by diverging"
+    elif final := reasons.intersection(FINAL_REASONS):
+        reason, why = Reason.ERROR, f"{', '.join(sorted(final))}: a restart would end in the same way"
     else:
-        status, why = 1, f"given up after {max(state.restarts for state in failed)} restarts"
+        reason, why = Reason.ERROR, f"given up after {max(state.restarts for state in failed)} restarts"
     print(
         f"{group}: {', '.join(state.name for state in failed)} failed: {why}.\n"
-        f"for what happened: {command('status', cluster, group)}\n{_how_to_delete(cluster, group)}",
+        f"details: {command('status', cluster, group)}\n{_how_to_delete(cluster, group)}",
         file=sys.stderr,
         flush=True,
     )
-    return status
+    return reason.exit_code
 
 
 def _how_to_delete(cluster: Cluster, group: str) -> str:
-    return f"It holds no chips any more; to delete it and its log: {command('stop', cluster, group)}"
+    return f"It uses no chips any more; to delete it and its logs: {command('stop', cluster, group)}"
 
 
 def command(name: str, cluster: Cluster, group: str) -> str:
-    """How launch/gke.py is called for a launch that exists."""
+    """The launch/gke.py command for an existing launch."""
     context = [f"--context={cluster.context}"] if cluster.context else []
     namespace = [f"--namespace={cluster.namespace}"] if cluster.namespace != "default" else []
     return shlex.join(["./launch/gke.py", name, f"--name={group}", *namespace, *context])

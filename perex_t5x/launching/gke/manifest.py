@@ -1,4 +1,4 @@
-"""The JobSet of a launch as Kubernetes reads it (jobset.x-k8s.io/v1alpha2)."""
+"""The Kubernetes objects of a launch: its JobSet (jobset.x-k8s.io/v1alpha2), the ConfigMap of its files, their YAML."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from perex_t5x.errors import ConfigError
+from perex_t5x.launching.spec import FINAL_REASONS
 
 API_VERSION = "jobset.x-k8s.io/v1alpha2"
 CONTAINER = "perex"
@@ -20,14 +21,13 @@ EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 NODE_POOL = "cloud.google.com/gke-nodepool"
 ACCELERATOR, TOPOLOGY = "cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology"
 SPOT, RESERVATION = "cloud.google.com/gke-spot", "cloud.google.com/reservation-name"
-# A slip, and a sweep some of whose runs failed for good: starting again would end in the same way.
-FINAL_EXIT_CODES = (2, 3)
-# The TPU's driver locks memory, more than containers may by default.
+FINAL_EXIT_CODES = tuple(sorted(reason.exit_code for reason in FINAL_REASONS))
+# The TPU driver locks more memory than containers may by default.
 _RAISED = ("sh", "-c", 'ulimit -l 68719476736; exec "$@"', "sh")
 MOUNTED_AT = "/etc/perex"
 MOST_BYTES = 1 << 20  # Kubernetes refuses more in one ConfigMap
 LONGEST_NAME = 63
-MOST = 2**31 - 1  # of a number in a manifest: 32 bits
+MOST = 2**31 - 1  # numbers in a manifest have 32 bits
 REPLICATED_JOB = "slice"
 _DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -42,22 +42,22 @@ class Shape:
 
     Attributes:
       name: of the JobSet; its jobs, pods and hostnames begin with it.
-      group: the name of the launch, the same for all its JobSets.
+      group: the name of the launch, shared by all its JobSets.
       run: fingerprint of the folder that is written to: the same for two launches of the same run.
-      launch: of this very launch; what it leaves behind is found by it.
+      launch: unique to this launch; finds what it leaves behind.
       image: of the container.
       accelerator, topology: the labels of GKE's TPU nodes, such as tpu-v5-lite-podslice and 16x16.
       hosts, chips_per_host: of one slice.
-      slices: how many slices work together.
+      slices: number of slices that work together.
       queue: Kueue's LocalQueue; None without Kueue.
       priority: a PriorityClass of the cluster.
-      service_account: the Kubernetes one the pods run as; with Workload Identity it may write to the bucket.
+      service_account: Kubernetes service account of the pods; with Workload Identity it may write to the bucket.
       spot, reservation: which nodes are used.
       max_restarts: of the whole JobSet, after preemptions and crashes.
-      grace_seconds: between the signal to stop and the kill; the run saves in them.
-      ttl_seconds: after which a finished JobSet is deleted by the cluster.
-      host_network: the pods use the nodes' own network: faster between slices, but without Workload Identity.
-      privileged: the container may lock memory as the TPU's driver wants; False: it gets only the right to ask for that.
+      grace_seconds: between SIGTERM and SIGKILL, for saving.
+      ttl_seconds: after which the cluster deletes a finished JobSet.
+      host_network: the pods use the nodes' network: faster between slices, but without Workload Identity.
+      privileged: a privileged container, which may lock memory for the TPU driver; False: it may only raise that limit.
     """
 
     name: str
@@ -83,35 +83,35 @@ class Shape:
     privileged: bool = True
 
     def __post_init__(self) -> None:
-        if slips := self._slips():
-            raise ConfigError("\n".join(slips))
+        if problems := self._problems():
+            raise ConfigError("\n".join(problems))
 
     def coordinator(self) -> str:
-        """The hostname of process 0 of slice 0, which JobSet's headless service makes known."""
+        """The hostname of process 0 of slice 0, from JobSet's headless service."""
         return f"{self.name}-{REPLICATED_JOB}-0-0.{self.name}"
 
     def longest_pod_name(self) -> str:
         """With the five characters that Kubernetes appends."""
         return f"{self.name}-{REPLICATED_JOB}-{self.slices - 1}-{self.hosts - 1}-abcde"
 
-    def _slips(self) -> list[str]:
+    def _problems(self) -> list[str]:
         """All at once."""
-        slips = []
+        problems = []
         if not _DNS_LABEL.fullmatch(self.name):
-            slips.append(f"--name={self.name!r}: only a-z, 0-9 and -, beginning with a letter.")
+            problems.append(f"--name={self.name!r}: only a-z, 0-9 and -, beginning with a letter.")
         elif (excess := len(self.longest_pod_name()) - LONGEST_NAME) > 0:
-            slips.append(
-                f"--name={self.name}: {excess} characters too long, as pods would be called {self.longest_pod_name()!r}."
+            problems.append(
+                f"--name={self.name}: {excess} characters too long: a pod would be named {self.longest_pod_name()!r}."
             )
         if not _IMAGE.fullmatch(self.image):
-            slips.append(
-                f"--image={self.image!r}: not an image; such as europe-docker.pkg.dev/PROJECT/perex/perex:TAG."
+            problems.append(
+                f"--image={self.image!r} is not an image name such as europe-docker.pkg.dev/PROJECT/perex/perex:TAG."
             )
         for flag, value in (("queue", self.queue), ("priority", self.priority), ("reservation", self.reservation)):
-            slips.extend(_name_slips(flag, value, LONGEST_NAME))
-        slips.extend(_name_slips("service_account", self.service_account, 253))
+            problems.extend(_name_problems(flag, value, LONGEST_NAME))
+        problems.extend(_name_problems("service_account", self.service_account, 253))
         if not _NAMESPACE.fullmatch(self.namespace) or len(self.namespace) > LONGEST_NAME:
-            slips.append(f"--namespace={self.namespace!r}: only a-z, 0-9 and -, at most {LONGEST_NAME} characters.")
+            problems.append(f"--namespace={self.namespace!r}: only a-z, 0-9 and -, at most {LONGEST_NAME} characters.")
         for flag, number, least in (
             ("slices", self.slices, 1),
             ("max_restarts", self.max_restarts, 0),
@@ -119,32 +119,32 @@ class Shape:
             ("ttl_hours", self.ttl_seconds, 0),
         ):
             if not least <= number <= MOST:
-                slips.append(
-                    f"--{flag} is {number}; from {least} to {MOST}{' seconds' if flag == 'ttl_hours' else ''}."
+                problems.append(
+                    f"--{flag} is {number}; valid: {least} to {MOST}{' seconds' if flag == 'ttl_hours' else ''}."
                 )
         if self.slices > 1 and self.hosts == 1:
-            slips.append(
+            problems.append(
                 f"--slices={self.slices} with {self.topology}, a slice of one host: GKE joins only slices of several "
-                "hosts. Take a larger topology, or --slices=1."
+                "hosts. Choose a larger topology, or --slices=1."
             )
         if self.spot and self.reservation:
-            slips.append("--spot and --reservation exclude each other.")
-        return slips
+            problems.append("--spot and --reservation exclude each other.")
+        return problems
 
 
-def _name_slips(flag: str, value: str | None, longest: int) -> list[str]:
+def _name_problems(flag: str, value: str | None, longest: int) -> list[str]:
     if value is None or (_DNS_SUBDOMAIN.fullmatch(value) and len(value) <= longest):
         return []
     return [f"--{flag}={value!r}: only a-z, 0-9, - and ., at most {longest} characters."]
 
 
 def jobset(shape: Shape, command: Sequence[str], paths: Sequence[str]) -> dict[str, Any]:
-    """The JobSet: one job a slice, one pod a host, all of them running `command`.
+    """The JobSet: one job per slice, one pod per host, all of them running `command`.
 
     Args:
       shape: the plain values.
-      command: what every pod runs. Nothing of the user's belongs here, as Kubernetes replaces $(NAME) in it.
-      paths: the files that the pods find under `MOUNTED_AT`.
+      command: what every pod runs. It must hold no user input, as Kubernetes expands $(NAME) in it.
+      paths: the files that are mounted under `MOUNTED_AT`.
     """
     queue = {QUEUE_LABEL: shape.queue} if shape.queue else {}
     return {
@@ -154,7 +154,7 @@ def jobset(shape: Shape, command: Sequence[str], paths: Sequence[str]) -> dict[s
             "name": shape.name,
             "namespace": shape.namespace,
             "labels": {**labels(shape), **queue},
-            # A slice of several hosts is a node pool: no two jobs on one, no job on two. Of one host, it is a node.
+            # A slice of several hosts is a node pool: one job per pool. A slice of one host is just a node.
             **({"annotations": {EXCLUSIVE: NODE_POOL}} if shape.hosts > 1 else {}),
         },
         "spec": {
@@ -182,7 +182,7 @@ def jobset(shape: Shape, command: Sequence[str], paths: Sequence[str]) -> dict[s
 
 
 def labels(shape: Shape) -> dict[str, str]:
-    """By which `follow`, `stop` and `list` find what belongs together."""
+    """By which `follow`, `stop` and `list` find the objects of a launch."""
     return {NAME_LABEL: shape.group, RUN_LABEL: shape.run, LAUNCH_LABEL: shape.launch}
 
 
@@ -191,7 +191,7 @@ def _job(shape: Shape, command: Sequence[str], paths: Sequence[str]) -> dict[str
         "completionMode": "Indexed",
         "parallelism": shape.hosts,
         "completions": shape.hosts,
-        # One pod alone cannot go on: whatever else ends one, eviction too, restarts all of them together.
+        # One pod alone cannot continue: whatever else ends a pod, eviction included, restarts all of them together.
         "backoffLimit": 0,
         "podFailurePolicy": {
             "rules": [
@@ -246,7 +246,7 @@ def _container(shape: Shape, command: Sequence[str]) -> dict[str, Any]:
         "command": list(command) if shape.privileged else [*_RAISED, *command],
         "securityContext": {"privileged": True} if shape.privileged else {"capabilities": {"add": ["SYS_RESOURCE"]}},
         "env": _environment(shape),
-        # TPU runtime, JAX's coordinator, and the one between slices: for the reader, Kubernetes opens all.
+        # TPU runtime, JAX's coordinator, multislice coordinator. Informative: Kubernetes opens all ports.
         "ports": [{"containerPort": port} for port in (8471, 8482, *((8080,) if shape.slices > 1 else ()))],
         "resources": {"requests": dict(chips), "limits": dict(chips)},
         "volumeMounts": [
@@ -257,9 +257,9 @@ def _container(shape: Shape, command: Sequence[str]) -> dict[str, Any]:
 
 
 def _environment(shape: Shape) -> list[dict[str, Any]]:
-    """TPU_WORKER_ID and TPU_WORKER_HOSTNAMES come from GKE, for indexed jobs with a subdomain.
+    """GKE sets TPU_WORKER_ID and TPU_WORKER_HOSTNAMES for indexed jobs with a subdomain.
 
-    The variables that join slices are written out: JobSet by itself does not set them.
+    The multislice variables are set here: JobSet does not set them.
     """
     environment: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
     if shape.slices > 1:
@@ -273,7 +273,7 @@ def _environment(shape: Shape) -> list[dict[str, Any]]:
 
 
 def config_map_name(jobset: str, launch: str) -> str:
-    """Of one launch alone: what an earlier one of the same name has left must neither stand in the way nor be mounted.
+    """Unique to a launch: what an earlier one of the same name has left must neither conflict nor be mounted.
 
     >>> config_map_name("sqrt-lr", "00c0ffee")
     'sqrt-lr-00c0ffee'
@@ -291,28 +291,28 @@ def config_map(
 ) -> dict[str, Any]:
     """The ConfigMap that holds `files` (path -> text) for a JobSet.
 
-    Keys may not hold a slash, so they are numbered, and `mounted_items` puts each where it belongs.
+    Keys must not contain a slash, so they are numbered, and `mounted_items` maps them to paths.
 
     Args:
       jobset: name of the JobSet.
-      launch: the launch that makes both.
-      namespace: its namespace.
-      labels: the JobSet's own.
+      launch: the launch that creates both.
+      namespace: of both.
+      labels: of the JobSet.
       files: path under `MOUNTED_AT` -> text.
-      owner: uid of the JobSet, with which the ConfigMap is deleted; None in a manifest that is written out.
+      owner: uid of the JobSet, with which the ConfigMap is deleted; None in a manifest file.
     """
     for path in files:
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
             raise ConfigError(
-                f"the file {path!r} cannot travel to the cluster: a path below the working directory can."
+                f"the file {path!r} cannot be sent to the cluster: its path must be below the working directory."
             )
     size = sum(len(text.encode()) for text in files.values())
     if size > MOST_BYTES - 16 * 1024:  # the rest for keys, labels and the JSON around them
         largest = ", ".join(sorted(files, key=lambda path: -len(files[path]))[:3])
         raise ConfigError(
-            f"the runs' descriptions and Gin files come to {size:,} bytes; Kubernetes takes {MOST_BYTES:,} in one "
-            f"ConfigMap. The largest: {largest}. Share the runs out with a larger --jobsets, launch a part of them with "
-            "--only=..., or build your Gin files into the image."
+            f"the runs' descriptions and Gin files take {size:,} bytes; Kubernetes allows {MOST_BYTES:,} per ConfigMap. The "
+            f"largest: {largest}. Split the runs over more JobSets (--jobsets), launch some of them with --only=..., or "
+            "build your Gin files into the image."
         )
     name = config_map_name(jobset, launch)
     metadata: dict[str, Any] = {"name": name, "namespace": namespace, "labels": dict(labels)}
@@ -336,7 +336,7 @@ def _key(number: int) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever could be taken for a number: PyYAML writes 1234e567 plainly, Kubernetes would read a float."""
+    """Quotes whatever could be read as a number: PyYAML writes 1234e567 unquoted, and Kubernetes would read a float."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -352,7 +352,7 @@ _Dumper.add_representer(str, _represented)
 
 
 def as_yaml(objects: Iterable[dict[str, Any]]) -> str:
-    """Several objects as one file.
+    """Several objects as one YAML file.
 
     >>> print(as_yaml([{"kind": "JobSet", "run": "1234e567", "replicas": 2, "on": "true"}]), end="")
     kind: JobSet

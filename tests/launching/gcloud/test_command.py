@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from perex_t5x.errors import Reason
 from tests.launching.gcloud.support import ROOT, Cloud, finished, killed_workers, scenario, there
 
 PREEMPTS_ONCE = """
@@ -76,7 +77,7 @@ def test_preempted_half_way_goes_on_on_new_slices(cloud):
         "rsync",
         "delete",
     ]
-    assert "the slices were taken away" in done.err and "resumed at 5" in done.out
+    assert "the slices were preempted" in done.err and "resumed at 5" in done.out
     assert cloud.ran.count("first0") == 1, "a finished job runs once"
     assert cloud.resources == {}
 
@@ -205,6 +206,16 @@ def test_a_program_that_only_fails_is_given_up(cloud):
     assert done.status == 1 and "failed 3 times without a newer checkpoint" in done.err
     assert cloud.ran.count("a0") == 3 and cloud.resources == {}
     assert done.out.count("\nhello of a on 0\n") == 3, "the log goes on, and is not repeated"
+
+
+@pytest.mark.parametrize("reason", [Reason.UNREACHABLE, Reason.PEER_LOST])
+def test_hosts_that_lose_each_other_are_started_again(cloud, reason):
+    code = f"first = ran('0') == 1\nsys.exit({reason.exit_code} if first else 0)"
+    cloud.work(cloud.job("a", code))
+    done = cloud.launch()
+    assert done.status == 0, done.err
+    assert sorted(cloud.ran) == ["a0", "a0", "a1", "a1"] and cloud.verbs.count("create") == 1
+    assert cloud.resources == {}
 
 
 def test_a_slip_is_not_repeated(cloud):
@@ -374,7 +385,7 @@ def test_a_sweep_is_collected_for_the_report(cloud):
     cloud.work(cloud.job("a", metrics), cloud.job("b", diverges), sweep=sweep, twins={"twin": "a"})
     done = cloud.launch()
     assert done.status == 0, done.err
-    assert "some of them as failures" in done.err
+    assert "some of them failed" in done.err
     rows = (cloud.folder / "out/results.csv").read_text().splitlines()
     assert rows[0].startswith("name,status,rule,batch_size")
     assert [row.split(",")[:2] for row in rows[1:]] == [["a", "done"], ["twin", "done"], ["b", "failed"]]

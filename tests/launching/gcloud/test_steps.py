@@ -1,5 +1,7 @@
 """launch/gcloud_tpu.py where gcloud, the network or a person gets in the way; see test_command.py."""
 
+import json
+import os
 import re
 import subprocess
 from types import SimpleNamespace as Namespace
@@ -7,7 +9,9 @@ from types import SimpleNamespace as Namespace
 import pytest
 
 from perex_t5x.hardware.slices import Slice
-from perex_t5x.launching.gcloud import quota, resource, steps
+from perex_t5x.launching import shell
+from perex_t5x.launching.gcloud import quota, remote, resource
+from perex_t5x.launching.gcloud.remote import HostStatus
 from perex_t5x.launching.shell import Commands
 from tests.launching.gcloud.support import Cloud, created, finished, killed_workers, scenario, there
 
@@ -43,7 +47,7 @@ def test_no_answer_is_not_taken_for_a_preemption(cloud):
     cloud.work(cloud.job("a", ""))
     done = cloud.launch()
     assert done.status == 0, done.err
-    assert "run cannot be looked at" in done.err and "has no way to the cloud" in done.err
+    assert "run cannot be described" in done.err and "cannot reach the cloud" in done.err
     assert cloud.verbs.count("create") == 1 and sorted(cloud.ran) == ["a0", "a1"]
 
 
@@ -56,11 +60,11 @@ def test_the_answer_to_create_is_lost(cloud):
     assert cloud.resources == {}
 
 
-def test_numbers_in_names_and_limits_are_no_passing_failures():
-    passing = re.compile(steps._PASSING[0])
-    assert not passing.search("NOT_FOUND: Resource 'projects/p-503/queuedResources/lr-500' was not found")
-    assert not passing.search("Quota limit exceeded. Limit: 500 in zone x")
-    assert passing.search("HTTPError 503: try again") and passing.search("502 Bad Gateway")
+def test_numbers_in_names_and_limits_are_no_transient_failures():
+    transient = re.compile(shell.GCLOUD_TRANSIENT)
+    assert not transient.search("NOT_FOUND: Resource 'projects/p-503/queuedResources/lr-500' was not found")
+    assert not transient.search("Quota limit exceeded. Limit: 500 in zone x")
+    assert transient.search("HTTPError 503: try again") and transient.search("502 Bad Gateway")
 
 
 @pytest.mark.parametrize("step", ["install", "start", "status", "wait"])
@@ -72,7 +76,7 @@ def test_a_step_that_fails_alone_names_what_is_there(cloud, step):
     assert list(cloud.resources) == ["run"]
 
 
-def test_an_install_that_was_interrupted_is_mended(cloud):
+def test_an_install_that_was_interrupted_is_repeated(cloud):
     there(cloud)
     folder = cloud.folder / "hosts/run/0/perex/run"
     (folder / "venv/bin").mkdir(parents=True)
@@ -101,7 +105,7 @@ def test_shapes_of_later_chips_are_asked_for_with_alpha(cloud):
         ({"quota": 16}, ""),
         ({"quota": -1}, ""),  # no limit
         ({"quota": 8, "quota_zone": "us-west4-b"}, ""),
-        ({}, "cannot be looked at (ERROR: (gcloud.beta.quotas.info.describe) PERMISSION_DENIED"),
+        ({}, "cannot be read (ERROR: (gcloud.beta.quotas.info.describe) PERMISSION_DENIED"),
     ],
 )
 def test_the_quota_is_looked_at_and_refuses_nothing(cloud, capsys, monkeypatch, values, words):
@@ -117,7 +121,7 @@ def test_the_quota_is_looked_at_and_refuses_nothing(cloud, capsys, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    "flag,words", [("--labels=a=b", "is set by the launch itself"), ("network=n", "is no flag of gcloud's")]
+    "flag,words", [("--labels=a=b", "is set by the launch itself"), ("network=n", "is not a gcloud flag")]
 )
 def test_flags_for_create_do_not_undo_those_of_the_launch(cloud, flag, words):
     done = cloud.command("list", f"--create_flag={flag}")
@@ -133,6 +137,29 @@ def test_a_host_s_last_words_on_a_terminal_that_knows_ascii_alone(cloud):
     cloud.environment["PYTHONIOENCODING"] = "ascii"
     done = cloud.command("status", "--name=run")
     assert done.status == 0 and "not started: \\ufffd step \\u20ac" in done.out
+
+
+@pytest.mark.parametrize(
+    "files,expected",
+    [
+        (None, (remote.ABSENT, None, "")),
+        ({"worker.log": b"copied"}, (remote.UNSTARTED, None, "copied")),
+        ({"starter.pid": b"999999999"}, (remote.LOST, None, "")),
+        ({"starter.pid": b"999999999", "exit_status": b"7\n"}, (remote.ENDED, 7, "")),
+        ({"starter.pid": b"999999999", "exit_status": b""}, (remote.ENDED, 1, "")),  # a full disk
+        ({"worker.log": b'a\n{"perex_host": \xff"}\n'}, (remote.UNSTARTED, None, '{"perex_host": \ufffd"}')),
+    ],
+)
+def test_hosts_report_their_state_as_json(tmp_path, files, expected):
+    if files is not None:
+        (tmp_path / "perex" / "run").mkdir(parents=True)
+        for name, content in files.items():
+            (tmp_path / "perex" / "run" / name).write_bytes(content)
+    environment = {**os.environ, "HOME": str(tmp_path), "HOSTNAME": "t1v-n-w-3"}
+    done = subprocess.run(["bash", "-c", remote.status("run")], env=environment, capture_output=True, text=True)
+    [line] = done.stdout.splitlines()
+    assert json.loads(line)["perex_host"] == "t1v-n-w-3" and done.stderr == ""
+    assert HostStatus.parse(line) == HostStatus("t1v-n-w-3", *expected)
 
 
 def test_another_launch_began_during_the_checks(cloud):

@@ -199,13 +199,13 @@ def test_dry_run_prints_what_a_launch_does_and_does_nothing(cluster):
         ({"queues": ["other"]}, "no such LocalQueue in the namespace default; it has other"),
         (
             {"quota": {"google.com/tpu": "128"}},
-            "a quota of 128 chips of one kind, 256 are asked for: it would be queued",
+            "a quota of 128 chips of one kind, 256 are requested: it would be queued",
         ),
         ({"quota": {"nvidia.com/gpu": 8}}, "no quota of google.com/tpu"),
         ({"named": []}, "--service_account=perex: there is no such serviceaccount"),
         (
             {"nodes": [{"metadata": {"labels": {}}, "status": {"allocatable": {"google.com/tpu": "8"}}}]},
-            "give --chips_per_host=8",
+            "set --chips_per_host=8",
         ),
     ],
 )
@@ -241,7 +241,7 @@ def test_what_may_come_by_itself_is_a_note(cluster):
     ("scenario", "words"),
     [
         ({"quota": {"google.com/tpu": 8}, "cohort": {"cohort": "lab"}}, "it has to borrow from its cohort"),
-        ({"quota_forbidden": True}, "could not be looked at"),
+        ({"quota_forbidden": True}, "could not be read"),
     ],
 )
 def test_a_quota_that_may_do_is_a_note(cluster, scenario, words):
@@ -264,7 +264,7 @@ def test_all_slips_of_the_cluster_at_once(cluster):
     assert all(words in done.stderr for words in ("JobSet is not installed", "--queue=q", "=s:", "=p:"))
 
 
-@pytest.mark.parametrize(("code", "status"), [(2, 2), (3, 3), (137, 1)])
+@pytest.mark.parametrize(("code", "status"), [(2, 2), (3, 3), (7, 1), (8, 1), (137, 1)])
 def test_a_failed_jobset_ends_with_the_status_of_its_program(cluster, code, status):
     cluster.scenario(timeline=["running", "failed"], exit_code=code)
     done = cluster.run("--name=sqrt")
@@ -314,7 +314,7 @@ def test_ctrl_c_while_following_leaves_the_run_and_says_how_to_stop_it(cluster, 
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-LAUNCH"]
-    assert "goes on" in err and "./launch/gke.py follow --name=sqrt" in err
+    assert "continues" in err and "./launch/gke.py follow --name=sqrt" in err
     words = re.search(r"to stop and delete it: ./launch/gke.py (.*)", err.strip().splitlines()[-1])[1].split()
     assert cluster.run(*words).returncode == 0
     assert cluster.left() == []
@@ -399,7 +399,7 @@ def test_a_race_that_is_lost_deletes_nothing_of_the_winner(cluster, mine):
     cluster.wait_for(first, "logs")
     winner = cluster.left()
     late = cluster.run(*mine, RUNS="2")
-    assert late.returncode == 2 and "was quicker" in late.stderr
+    assert late.returncode == 2 and "was faster" in late.stderr
     assert cluster.left() == winner
     cluster.scenario(timeline=["completed"])
     first.communicate(timeout=60)

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import yaml
 
-from perex_t5x.errors import ConfigError
+from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.launching.gke import manifest
 from perex_t5x.launching.gke.manifest import Shape
 from tests.launching.gke.schemas.rules import problems
@@ -175,6 +175,13 @@ def test_restarts_by_exit_code(exit_code, action):
     assert _outcome(made(V5E_256), None) == "RestartJobSet"
 
 
+@pytest.mark.parametrize("reason", [reason for reason in Reason if reason is not Reason.DONE])
+def test_only_ends_that_would_repeat_themselves_are_final(reason):
+    final = reason in (Reason.CONFIGURATION, Reason.SOME_FAILED, Reason.DIVERGED, Reason.NO_SPACE)
+    assert _outcome(made(V5E_256), reason.exit_code) == ("FailJobSet" if final else "RestartJobSet")
+    assert not (final and reason.retryable)
+
+
 def test_kueue_gets_its_label_and_suspends_by_itself():
     jobset = made(changed(queue="multislice-queue", priority="high"))
     assert jobset["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "multislice-queue"
@@ -224,7 +231,7 @@ def test_files_arrive_where_they_belong():
 def test_too_many_files_are_refused_with_what_to_do():
     with pytest.raises(ConfigError, match=r"large\.gin.*--jobsets"):
         manifest.config_map("a", "1", "default", {}, {"large.gin": "#" * (1 << 20), "jobs.json": "[]"})
-    with pytest.raises(ConfigError, match="cannot travel"):
+    with pytest.raises(ConfigError, match="cannot be sent"):
         manifest.config_map("a", "1", "default", {}, {"../secret.gin": ""})
 
 
