@@ -171,7 +171,7 @@ def test_a_single_run(flag_values):
         ((*RUN, "--dir=/tmp/x", "--topology=v5e-16"), "--gin.MODEL_DIR='/tmp/x'"),
         ((*RUN, "--dir=gs://bucket/x"), "on which slice"),
         ((*RUN, "--dir=gs://bucket/x", "--topology=v5e-16", "--name=a b"), "such as --name=a-b"),
-        ((*RUN, "--dir=gs://bucket/x", "--topology=v5e-16", "--zone=$(x)"), "not a zone's name"),
+        ((*RUN, "--dir=gs://bucket/x", "--topology=v5e-16", "--zone=$(x)"), "not the name of a zone"),
         ((*RUN, "--dir=gs://bucket/x", "--topology=v5e-16", "--slices=0"), "at least 1"),
         ((*RUN, "--topology=v5e-16"), "MODEL_DIR"),
         (("--sweep=sweeps/sqrt_lr.gin", "--topology=v5e-16"), "--dir is not given"),

@@ -140,7 +140,7 @@ def test_an_uncommitted_dockerfile_is_refused(checkout, tmp_path):
     with open(checkout / "launch" / "Dockerfile", "a", encoding="utf-8") as f:
         f.write("# mine\n")
     files = bundle.checkout(root=str(checkout))
-    with pytest.raises(ConfigError, match="launch/Dockerfile is not committed"):
+    with pytest.raises(ConfigError, match="launch/Dockerfile has uncommitted changes"):
         image.context(str(tmp_path / "t"), files, Commands())
     made = image.context(str(tmp_path / "t"), files, Commands(), allow_uncommitted=True)
     assert Path(made, "Dockerfile").read_text().endswith("# mine\n")
@@ -175,7 +175,7 @@ def test_a_push_that_is_denied_is_explained(tmp_path, monkeypatch):
 def command(**given):
     """launch/build_image.py with these flags."""
     flags = {"project": None, "repository": "host/p/r/n", "with_package": [], "allow_uncommitted": True, "push": True}
-    return image._main(SimpleNamespace(**flags | {"cloud_build": False, "dry_run": False} | given), [])
+    return image.main(SimpleNamespace(**flags | {"cloud_build": False, "dry_run": False} | given))
 
 
 def test_cloud_build_cannot_but_push():

@@ -166,7 +166,7 @@ def test_another_launch_began_during_the_checks(cloud):
     scenario(cloud, appears_at_describe=2, appears=created())
     cloud.work(cloud.job("a", ""))
     done = cloud.launch(yes=False)
-    assert done.status == 2 and "nothing was created" in done.err  # no terminal
+    assert done.status == 2 and "Nothing was created" in done.err  # no terminal
     (cloud.folder / "state.json").unlink()
     done = cloud.launch(keep=True)
     assert done.status == 0 and "is there already: ACTIVE" in done.err, done.err

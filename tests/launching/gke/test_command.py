@@ -449,7 +449,7 @@ def test_files_that_a_former_launch_left_are_not_those_of_the_next(cluster):
     ("trouble", "advice"),
     [
         (["Unschedulable", "0/3 nodes are available: 3 node(s) didn't match"], "no free slice"),
-        (["ImagePullBackOff", 'Back-off pulling image "registry/perex:1"'], "look at --image"),
+        (["ImagePullBackOff", 'Back-off pulling image "registry/perex:1"'], "check --image"),
     ],
 )
 def test_a_pod_that_does_not_come_up(cluster, trouble, advice):
@@ -535,7 +535,7 @@ def test_manifest_is_what_launch_creates(cluster):
         (["lauch", "--name=a"], "Did you mean 'launch'"),
         (["follow"], "--name"),
         (["stop"], "--all"),
-        (["launch", "--name=a", "--image="], "--image is not given"),
+        (["launch", "--name=a", "--image="], "--image is missing"),
         (["launch", "--name=a", "--dir=/tmp/here"], "gs://"),
         (["launch", "--name=a", "--namespace=A B"], "--namespace"),
         (["launch", "--name=a", "--chips_per_host=3"], "--chips_per_host=3"),

@@ -52,7 +52,7 @@ def main():
         Resource(request.name, request.project, request.zone, request.slices), Commands(dry_run=request.dry_run)
     )
     out = Options(f"{os.environ['STANDIN_DIR']}/out", options.get("wait_hours", 1.0))
-    sys.exit(cli.guarded(lambda: command._launch(request, todo, out)))
+    sys.exit(cli.guarded(lambda: command._launch(request, todo, out), (OSError,)))
 
 
 if __name__ == "__main__":
