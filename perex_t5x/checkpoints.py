@@ -8,9 +8,11 @@ checkpoint_1000/
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,11 +49,21 @@ class FeedSave(ocp.args.CheckpointArgs):
     step: int = 0
 
 
-class Checkpointer:
-    """Writes and prunes a run's own checkpoints."""
+# Orbax knows one save at a time in a process: its threads find each other by the number of the newest.
+_saving = threading.Lock()
 
-    def __init__(self, model_dir: str, config: SaveCheckpointConfig | None):
-        self._config = config
+
+class Checkpointer:
+    """Writes and prunes a run's own checkpoints.
+
+    Args:
+      model_dir: the run's folder.
+      config: when to save, and how; None: never.
+      in_background: `save` returns once the arrays are copied; False: once all is written, for several runs in a process.
+    """
+
+    def __init__(self, model_dir: str, config: SaveCheckpointConfig | None, in_background: bool = True):
+        self._config, self._in_background = config, in_background
         self._model_dir = absolute(model_dir)
         options = ocp.CheckpointManagerOptions(
             step_prefix=PREFIX, max_to_keep=config.keep if config else None, create=True
@@ -68,7 +80,7 @@ class Checkpointer:
         return last or bool(self._config.period and step % self._config.period == 0)
 
     def save(self, state: TrainState, run: Mapping[str, Any], feed: Any = None) -> None:
-        """Saves everything at the state's step. Returns once the arrays are copied; writing goes on behind."""
+        """Saves everything at the state's step."""
         step = int(state.step)
         if step in self._manager.all_steps():
             return
@@ -78,8 +90,10 @@ class Checkpointer:
         items = {"state": ocp.args.PyTreeSave(tree), "run": ocp.args.JsonSave(dict(run))}
         if feed is not None:
             items["data"] = FeedSave(feed, step)
-        with _explained(self._model_dir):
+        with _explained(self._model_dir), contextlib.nullcontext() if self._in_background else _saving:
             self._manager.save(step, args=ocp.args.Composite(**items))
+            if not self._in_background:
+                self._manager.wait_until_finished()
 
     def raise_errors(self) -> None:
         """Raises what has gone wrong behind, if anything has; waits for nothing."""

@@ -252,7 +252,9 @@ class Training:
             feed.restore(checkpoints.data_dir(self.source))
         return feed
 
-    def run(self, programs: Programs, feed: Feed, **options: Any) -> tuple[int, TrainState]:
+    def run(
+        self, programs: Programs, feed: Feed, *, saves_in_background: bool = True, **options: Any
+    ) -> tuple[int, TrainState]:
         """Trains to `last_step`; returns (last step, state). `options` of `loop.Loop`: learning_rates, progress, stop."""
         args, setup, saved = self._args, self.setup, self._saved_run
         init_begun = time.monotonic()
@@ -278,7 +280,7 @@ class Training:
             step_fn=step_fn,
             feed=feed,
             evaluators=programs.evaluators,
-            checkpointer=checkpoints.Checkpointer(self.model_dir, args.checkpoint_cfg.save),
+            checkpointer=checkpoints.Checkpointer(self.model_dir, args.checkpoint_cfg.save, saves_in_background),
             writer=writer,
             last_step=self.last_step,
             eval_period=args.eval_period,

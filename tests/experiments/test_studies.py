@@ -16,7 +16,7 @@ from perex_t5x.experiments.studies.base import arms
 from perex_t5x.experiments.sweep import Sweep, axes
 from perex_t5x.experiments.sweep.runs import Result, Run
 from tests.experiments import report_support
-from tests.experiments.sweep_support import BINDINGS
+from tests.experiments.sweep_support import BINDINGS, plan
 
 FILES = {"optimizer": ["optimizers/adamw.gin", "optimizers/micro_adam.gin"]}
 
@@ -160,6 +160,14 @@ def test_signs_of_heavy_tails_are_early_right():
     found = signs.agreement(gradients_NxC, {"example": 1, "batch": 64})
     assert found["example"]["measured"] > 3 * found["example"]["predicted"]
     assert found["batch"]["k"] == 64 and "wrong" not in found["batch"]
+
+
+def test_signs_are_measured_after_the_warm_up_and_at_the_end(tmp_path):
+    (run,) = plan(seeds=[0]).runs
+    measured = signs.along_training(run, str(tmp_path), [16], examples=64)
+    assert [(m["step"], m["examples"]) for m in measured["measured"]] == [(2, 32), (8, 128)]
+    assert measured["run"] == "s0" and set(measured["measured"][0]["signs"]) == {"example 16", "batch 16", "average 16"}
+    assert not (tmp_path / "runs").exists(), "it trains apart from the sweep's runs"
 
 
 def test_overhead_compares_in_turns(tmp_path):

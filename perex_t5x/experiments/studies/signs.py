@@ -10,14 +10,20 @@ Measured is the same by drawing. They differ where gradients are skewed or heavy
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import math
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from perex_t5x.cli.progress import Progress
 from perex_t5x.experiments.sweep.plan import Plan
 from perex_t5x.experiments.sweep.runs import Run
 from perex_t5x.files import write_atomically
@@ -44,43 +50,59 @@ def measure(plan: Plan, folder: str, quick: bool) -> None:
 
 def along_training(run: Run, folder: str, sizes: Sequence[int], examples: int) -> dict[str, Any]:
     """Measurements after the warm-up and at the end of one run; its b1 says how far a moving average reaches."""
-    from perex_t5x.data.feed import make_feed
-    from perex_t5x.experiments.sweep import configuration, settings
-    from perex_t5x.experiments.sweep.program import Program, parsed_arguments
+    from perex_t5x.experiments.sweep import configuration, in_process, settings
+    from perex_t5x.train import Training
+    from perex_t5x.utils import CheckpointConfig
 
-    with configuration.quiet():
-        configuration.parse(run.files, run.bindings, run.search_paths, run.folder(folder))
+    with (
+        configuration.quiet(),
+        tempfile.TemporaryDirectory() as scratch,
+        ThreadPoolExecutor(1) as compiler,
+    ):
+        configuration.parse(run.files, run.bindings, run.search_paths, scratch)
         base = settings.read()
-        arguments = parsed_arguments()
-        program = Program(arguments)
-        program.compile()
-        feed = make_feed(arguments["train_dataset_cfg"], program.converter)
-        rates = _rates(program)
-    warmup = base.steps["warmup_steps"].value if "warmup_steps" in base.steps else program.last_step // 10
-    b1 = (base.optimizer.numbers("b1") if base.optimizer else {}).get("b1", 0.9)
-    averaged = (1 + b1) / (1 - b1)
-    state, step, found = program.init(run.seed), 0, []
-    for stop in sorted({min(warmup, program.last_step), program.last_step}):
-        while step < stop:
-            end = min(stop, step + program.length)
-            state, _ = program.train(state, [feed.batch(i) for i in range(step, end)], rates[step:end])
-            step = end
-        gradients_NxC = _gradients(arguments["model"], state.params, feed, program.last_step, examples)
+        warmup = base.steps["warmup_steps"].value if "warmup_steps" in base.steps else max(1, base.train_steps // 10)
+        warmup = min(warmup, base.train_steps)
+        b1 = (base.optimizer.numbers("b1") if base.optimizer else {}).get("b1", 0.9)
+        averaged = (1 + b1) / (1 - b1)
         ks = {f"{place} {size}": k for size in sizes for place, k in _reach(size, averaged).items()}
-        found.append({"step": step, "examples": step * run.batch_size, "signs": agreement(gradients_NxC, ks)})
-    return {"run": run.name, "batch_sizes": list(sizes), "averaged": averaged, "measured": found}
+        # The signs are an evaluation, at the warm-up's end and the run's.
+        unsaved = CheckpointConfig(save=None, restore=None)
+        changes = {"train_eval_dataset_cfg": None, "checkpoint_cfg": unsaved, "eval_period": warmup}
+        training = Training({**in_process.train_arguments(), **changes})
+        steps = {warmup, training.last_step}
+        signs = _Signs(training.trainer.model, training.make_feed(), steps, training.last_step, examples, ks)
+        programs = dataclasses.replace(training.compile(compiler), evaluators=[signs])
+        training.run(programs, training.make_feed(), progress=functools.partial(Progress, enabled=False))
+    measured = [{"step": step, "examples": step * run.batch_size, "signs": s} for step, s in signs.measured.items()]
+    return {"run": run.name, "batch_sizes": list(sizes), "averaged": averaged, "measured": measured}
+
+
+@dataclass
+class _Signs:
+    """An evaluator, see `perex_t5x.loop.Evaluator`: keeps what `agreement` says at some steps, and writes no metrics."""
+
+    model: Any
+    feed: Any
+    steps: set[int]
+    last_step: int
+    examples: int
+    ks: Mapping[str, int]
+    measured: dict[int, Any] = field(default_factory=dict)
+
+    def compile(self, *unused: Any) -> None:
+        pass
+
+    def evaluate(self, step: int, params: Any) -> dict[str, dict[str, float]]:
+        if step in self.steps:
+            gradients_NxC = _gradients(self.model, params, self.feed, self.last_step, self.examples)
+            self.measured[step] = agreement(gradients_NxC, self.ks)
+        return {}
 
 
 def _reach(size: int, averaged: float) -> dict[str, int]:
     """How many examples stand behind a sign, by its place."""
     return {"example": 1, "batch": size, "average": round(size * averaged)}
-
-
-def _rates(program: Any) -> np.ndarray:
-    import jax
-    import jax.numpy as jnp
-
-    return np.asarray(jax.vmap(program.trainer.learning_rate_fn)(jnp.arange(program.last_step)))
 
 
 def _gradients(model: Any, params: Any, feed: Any, first: int, examples: int) -> np.ndarray:

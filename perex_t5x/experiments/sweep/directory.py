@@ -12,7 +12,6 @@ import io
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -141,10 +140,6 @@ class Folder:
         everything = {**result.as_dict(), "batch_size": run.batch_size, "learning_rate": run.learning_rate}
         text = json.dumps({**everything, "seed": run.seed}, indent=1, ensure_ascii=False)
         write_atomically(self.path("runs", run.name, "result.json"), text + "\n")
-
-    def clear_run(self, run: Run) -> None:
-        """Removes what an unfinished run has left behind."""
-        shutil.rmtree(self.path("runs", run.name), ignore_errors=True)
 
     def write_results(self, described: Sequence[Mapping[str, Any]], results: Mapping[str, Result]) -> str:
         """Writes results.csv, a row for every run of the folder; returns its path."""

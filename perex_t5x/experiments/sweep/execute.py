@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ def run(
     Args:
       plan: of `Sweep.plan`.
       folder: where the sweep is, or will be. Finished runs in it are left as they are.
-      together: in this process, with one compiled step for runs that differ in rate and seed alone; else each run is a
+      together: in this process, with one compiled step for runs that differ in rate and seed only; else each run is a
         process of its own.
       parallel: how many runs at once; None: one, or `together` as many as there are cores.
       only: a regular expression found in the names of the runs to run.
@@ -90,7 +91,7 @@ def run(
         kept.write_results(described, results)
         with Overview(chosen, results, stream=overview) as show, _asking_to_stop(stop):
             if together:
-                _run_together(kept, todo, folder, show, finished, parallel, stop, programs)
+                _run_together(todo, folder, show, finished, parallel, stop, programs)
             else:
                 from perex_t5x.experiments.sweep import processes
 
@@ -98,13 +99,12 @@ def run(
         if stop.is_set():
             done = sum(r.name in results and results[r.name].final for r in plan.runs)
             raise KeyboardInterrupt(
-                f"Stopped: {done} of {len(plan.runs)} runs are finished. The same command goes on with the others."
+                f"Stopped: {done} of {len(plan.runs)} runs are finished. The same command resumes the others."
             )
     return [results.get(r.name) or Result(r.name, WAITING, values=r.values) for r in plan.runs]
 
 
 def _run_together(
-    kept: Folder,
     todo: Sequence[Run],
     folder: str,
     show: Overview,
@@ -117,8 +117,6 @@ def _run_together(
 
     from perex_t5x.experiments.sweep import in_process
 
-    for one in todo:
-        kept.clear_run(one)  # there are no checkpoints to go on from
     # Programs for several fake devices, read back from it, may crash: their collectives get mixed up.
     is_fake = jax.default_backend() == "cpu" and jax.device_count() > 1
     if jax.config.jax_compilation_cache_dir is None and not is_fake:
@@ -159,7 +157,8 @@ def _asking_to_stop(stop: threading.Event) -> Iterator[None]:
         if stop.is_set():
             os._exit(130)
         stop.set()
-        logging.info("asked to stop: the runs save and stop (once more stops at once)")
+        # Not through the log, which is quiet while runs share this process.
+        print("asked to stop: the runs save and stop (a second signal stops at once)", file=sys.stderr, flush=True)
 
     former = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

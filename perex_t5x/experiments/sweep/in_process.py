@@ -1,105 +1,132 @@
-"""Runs of a sweep in this process: those that differ in nothing but rate and seed share one compiled program.
+"""Runs of a sweep in this process: those that differ in nothing but learning rate and seed share compiled programs.
 
-Each run gets the batches, the rates and the evaluations that `perex_t5x.train` would give it, and writes the same files but
-for checkpoints. Several runs go on at once, each in a thread: the devices work while Python waits.
+Each is a `perex_t5x.train.Training` on the same loop as a run by itself, and writes the same files. Several run at once,
+each in a thread: the devices work while Python waits.
 """
 
 from __future__ import annotations
 
-import math
+import inspect
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from perex_t5x import run_dir
-from perex_t5x.data.feed import Feed, make_feed
-from perex_t5x.errors import ConfigError
+from perex_t5x import train as train_script
+from perex_t5x.data.feed import Feed
+from perex_t5x.errors import ConfigError, DivergedError
 from perex_t5x.experiments.sweep import configuration
-from perex_t5x.experiments.sweep import directory as folders
+from perex_t5x.experiments.sweep.directory import result_of_metrics
 from perex_t5x.experiments.sweep.overview import Overview
-from perex_t5x.experiments.sweep.program import Program, parsed_arguments
 from perex_t5x.experiments.sweep.runs import FAILED, STOPPED, Result, Run
-from perex_t5x.metrics import MetricSums, MetricsWriter
 
-# Gin has one configuration at a time, and tracing reads it.
+# Gin has one configuration at a time, and tracing reads it: an optimizer's arguments are bound when it is called.
 _gin_lock = threading.Lock()
 
 
-class _StoppedError(Exception):
-    """The sweep was asked to stop."""
+def train_arguments() -> dict[str, Any]:
+    """The arguments of `perex_t5x.train.train` in the configuration that Gin holds, with its defaults."""
+    signature = inspect.signature(train_script.train).parameters
+    defaults = {n: p.default for n, p in signature.items() if p.default is not inspect.Parameter.empty}
+    return {**defaults, **gin.get_bindings(train_script.train)}
 
 
-class _DivergedError(Exception):
-    """The loss or the parameters are not finite."""
+def learning_rates(training: train_script.Training) -> np.ndarray:
+    """The rate of every step of a run, as its own schedule gives it."""
+    return np.asarray(jax.vmap(training.trainer.learning_rate_fn)(jnp.arange(training.last_step)), np.float32)
 
 
-@dataclass
+@dataclass(frozen=True)
+class Shared:
+    """What the runs of a group share."""
+
+    setup: train_script.Setup
+    programs: train_script.Programs
+
+
+@dataclass(frozen=True)
 class _Prepared:
-    """What of a run depends on its own configuration."""
+    """What belongs to one run, read while Gin held its configuration."""
 
-    run: Run
-    program: Program
+    training: train_script.Training
     feed: Feed
-    rates: np.ndarray
-    seed: int
-    folder: str
+    learning_rates: np.ndarray
 
 
 class _Group:
-    """Runs of one program, which is made when the first of them starts and dropped after the last, unless it is kept."""
+    """Runs with the same programs, which are compiled for the first of them and dropped after the last, unless kept."""
 
-    def __init__(self, runs: Sequence[Run], kept: dict[str, Program] | None):
+    def __init__(self, runs: Sequence[Run], kept: dict[str, Shared] | None):
         self.waiting, self.left = list(runs), len(runs)
         self._lock = threading.Lock()
         self._name, self._kept = runs[0].group, kept
-        self._program: Program | None = (kept or {}).get(self._name)
+        self._shared: Shared | None = (kept or {}).get(self._name)
         self.making = False
 
     @property
     def ready(self) -> bool:
-        return self._program is not None
+        return self._shared is not None
 
-    def prepare(self, run: Run, root: str) -> _Prepared:
-        """The run's own things, and the program, compiled."""
+    def prepare(self, run: Run, root: str) -> tuple[_Prepared, train_script.Programs]:
+        """The run's own things, and the programs, compiled."""
         with self._lock:
             self.making = not self.ready
-            with _gin_lock, configuration.quiet():
-                prepared = self._parsed(run, root)
-            if self.making:
-                prepared.program.compile()
-                self._program, self.making = prepared.program, False
+            setup = self._shared.setup if self._shared is not None else None
+            with _gin_lock:
+                configuration.parse(run.files, run.bindings, run.search_paths, run.folder(root))
+                arguments = train_arguments()
+                _check(arguments)
+                training = train_script.Training(arguments, setup)
+                training.describe()
+                prepared = _Prepared(training, training.make_feed(), learning_rates(training))
+                compile_all = None if self.ready else _lower(training)
+            if compile_all is not None:
+                self._shared, self.making = Shared(training.setup, compile_all()), False
                 if self._kept is not None:
-                    self._kept[self._name] = prepared.program
-        return prepared
-
-    def _parsed(self, run: Run, root: str) -> _Prepared:
-        where = run.folder(root)
-        configuration.parse(run.files, run.bindings, run.search_paths, where)
-        arguments = parsed_arguments()
-        program = self._program or Program(arguments)
-        trainer = arguments["trainer_cls"](model=arguments["model"], partitioner=arguments["partitioner"])
-        rates = jax.vmap(trainer.learning_rate_fn)(jnp.arange(program.last_step))
-        run_dir.prepare(where)
-        run_dir.write_model_info(
-            where,
-            program.boxed_params,
-            program.shardings.params,
-            run_dir.summarize_model(program.boxed_params, program.shapes),
-        )
-        arguments["summarize_config_fn"](where, None, 0)
-        feed = make_feed(arguments["train_dataset_cfg"], program.converter)
-        return _Prepared(run, program, feed, np.asarray(rates), arguments["random_seed"], where)
+                    self._kept[self._name] = self._shared
+            return prepared, self._shared.programs
 
     def finished_one(self) -> None:
         self.left -= 1
         if not self.left:
-            self._program = None
+            self._shared = None
+
+
+def _check(arguments: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for what runs in one process cannot do."""
+    for argument, what in (("infer_eval_dataset_cfg", "evaluate by decoding"), ("profile_steps", "write profiles")):
+        if arguments[argument] is not None:
+            raise ConfigError(f"--together does not {what} (train.{argument}): leave --together out.")
+    if jax.process_count() > 1:
+        raise ConfigError("--together is for one process: leave --together out.")
+
+
+def _lower(training: train_script.Training) -> Callable[[], train_script.Programs]:
+    """Traces everything, while Gin holds the configuration; what is returned compiles it, and needs Gin no more.
+
+    Evaluation and monitor compile at once: they are short.
+    """
+    setup = training.setup
+    parts = (setup.shapes, setup.shardings, setup.spec)
+    with ThreadPoolExecutor(1) as compiler:
+        evaluators = training.make_evaluators(compiler, keep_batches=True)
+        monitor = compiler.submit(setup.trainer.compiled_monitor, *parts)
+        step = setup.trainer.lowered_step(*parts, rate_is_argument=True)
+        init = setup.init.lower(jax.eval_shape(lambda: jax.random.key(0)))
+
+    def compile_all() -> train_script.Programs:
+        with ThreadPoolExecutor(1) as compiler:
+            compiled_step = compiler.submit(train_script.timed, step.compile)
+            return train_script.Programs(init.compile(), compiled_step, monitor, evaluators)
+
+    return compile_all
 
 
 def run_all(
@@ -109,7 +136,7 @@ def run_all(
     finished: Callable[[Run, Result], None],
     parallel: int,
     stop: threading.Event,
-    programs: dict[str, Program] | None = None,
+    programs: dict[str, Shared] | None = None,
 ) -> None:
     """Runs all; `finished` is told of each end. Returns early where `stop` is set.
 
@@ -120,7 +147,7 @@ def run_all(
     choosing = threading.Lock()
 
     def choose() -> tuple[_Group, Run] | None:
-        """A run whose program is there; else one whose program nobody makes yet; else any."""
+        """A run whose programs are there; else one whose programs nobody compiles yet; else any."""
         with choosing:
             open_groups = [g for g in groups if g.waiting]
             if not open_groups or stop.is_set():
@@ -139,110 +166,52 @@ def run_all(
             finished(run, result)
 
     workers = [threading.Thread(target=work, daemon=True) for _ in range(min(parallel, len(runs)))]
-    for worker in workers:
-        worker.start()
-    while any(worker.is_alive() for worker in workers):
-        workers[0].join(0.1)  # short, so that Ctrl-C is heard
-        workers = [worker for worker in workers if worker.is_alive()] or workers
+    with configuration.quiet():
+        for worker in workers:
+            worker.start()
+        while any(worker.is_alive() for worker in workers):
+            workers[0].join(0.1)  # short, so that Ctrl-C is heard
+            workers = [worker for worker in workers if worker.is_alive()] or workers
 
 
 def _run_one(group: _Group, run: Run, root: str, overview: Overview, stop: threading.Event) -> Result:
     begun = time.monotonic()
-    where, writer = run.folder(root), None
+    where = run.folder(root)
     try:
-        prepared = group.prepare(run, root)
+        prepared, programs = group.prepare(run, root)
         begun = time.monotonic()
-        writer = MetricsWriter(where)
-        _train(prepared, writer, lambda step, loss: overview.progress(run.name, step, loss), stop)
-        return folders.result_of_metrics(run, where, time.monotonic() - begun)
-    except _StoppedError:
+        prepared.training.run(
+            programs,
+            prepared.feed,
+            learning_rates=prepared.learning_rates,
+            progress=lambda first, last: _Progress(overview, run.name),
+            stop=stop,
+            saves_in_background=False,
+        )
+        return result_of_metrics(run, where, time.monotonic() - begun)
+    except KeyboardInterrupt:
         return Result(run.name, STOPPED, values=run.values)
-    except _DivergedError as e:
-        return folders.result_of_metrics(run, where, time.monotonic() - begun, FAILED, str(e))
-    except Exception as e:  # a full disk, too little memory: the others go on, and this one is tried again next time
+    except DivergedError as e:
+        error = f"diverged at step {e.step}: {e.finding}"
+        return result_of_metrics(run, where, time.monotonic() - begun, FAILED, error)
+    except Exception as e:  # a full disk, too little memory: the others continue, and this one is tried again next time
         kind = "" if isinstance(e, ConfigError) else f"{type(e).__name__}: "
         return Result(run.name, FAILED, seconds=time.monotonic() - begun, error=f"{kind}{e}", values=run.values)
     finally:
         group.making = False
-        if writer is not None:
-            writer.close()
 
 
-def _train(
-    prepared: _Prepared, writer: MetricsWriter, progress: Callable[[int, float], None], stop: threading.Event
-) -> None:
-    """The loop of `perex_t5x.train`, many steps at a time."""
-    program, feed = prepared.program, prepared.feed
-    log = _Log(program, writer)
-    state = program.init(prepared.seed)
-    step = 0
-    monitor = program.trainer.monitor
-    while step < program.last_step:
-        if stop.is_set():
-            raise _StoppedError
-        end = _next_end(program, step)
-        batches = [feed.batch(i) for i in range(step, end)]
-        measured: dict[str, Any] = {}
-        if monitor is not None and monitor.is_due(step + 1):
-            averages, measured = program.monitor(state, program.placed(batches[0]))
-            state = state.replace(monitor=averages)
-        state, metrics = program.train(state, batches, prepared.rates[step:end])
-        loss = log.read(step, end - step, jax.device_get(metrics), jax.device_get(measured))
-        step = end
-        progress(step, loss)
-        if step % program.eval_period == 0 or step == program.last_step:
-            log.evaluate(step, state.params)
+class _Progress:
+    """Shows a loop's progress in the sweep's overview."""
 
+    def __init__(self, overview: Overview, name: str):
+        self._overview, self._name = overview, name
 
-def _next_end(program: Program, step: int) -> int:
-    """Where the next call has to end: before a measurement, at an evaluation, at the end."""
-    ends = [program.last_step, step + program.length, (step // program.eval_period + 1) * program.eval_period]
-    if program.trainer.monitor is not None:
-        period = program.trainer.monitor.period
-        ends.append(((step + 1) // period + 1) * period - 1)
-    return min(ends)
+    def __enter__(self) -> _Progress:
+        return self
 
+    def __exit__(self, *exc: object) -> None:
+        pass
 
-class _Log:
-    """Writes what `loop.Loop` writes, at the same steps."""
-
-    def __init__(self, program: Program, writer: MetricsWriter):
-        self._program, self._writer = program, writer
-        self._sums, self._since = MetricSums(program.trainer.model), time.monotonic()
-
-    def read(self, first: int, count: int, metrics: Any, measured: dict[str, Any]) -> float:
-        """Metrics of steps first + 1 ... first + count; returns the last loss per token."""
-        program = self._program
-        sums = {name: np.asarray(x).tolist() for name, x in metrics["sums"].items()}
-        for i, objective in enumerate(np.asarray(metrics["objective"])[:count].tolist()):
-            step = first + i + 1
-            if not math.isfinite(objective):
-                raise _DivergedError(f"diverged at step {step}: the loss is {objective}")
-            self._sums.add({name: values[i] for name, values in sums.items()}, objective)
-            of_step = measured if i == 0 else {}
-            if step % program.stats_period == 0 or step == program.last_step:
-                self._write(step, {**{name: x[i] for name, x in metrics["scalars"].items()}, **of_step})
-            elif of_step:
-                self._writer.write("train", step, of_step)
-        return sums["loss"][count - 1] / max(sums["tokens"][count - 1], 1.0)
-
-    def _write(self, step: int, scalars: dict[str, Any]) -> None:
-        now = time.monotonic()
-        timing = self._sums.timing(now - self._since, self._program.partitioner.mesh.size)
-        skipped = {
-            f"per_example/{name}": self._sums.totals[name]
-            for name in ("non_finite_examples",)
-            if name in self._sums.totals
-        }
-        self._writer.write("train", step, {**self._sums.summary(), **timing, **scalars, **skipped})
-        self._sums, self._since = MetricSums(self._program.trainer.model), now
-
-    def evaluate(self, step: int, params: Any) -> None:
-        begun = time.monotonic()
-        found = self._program.evaluate(params)
-        for name, metrics in found.items():
-            self._writer.write(name, step, metrics)
-        last = step == self._program.last_step
-        if last and not all(math.isfinite(m["loss_per_nonpadding_target_token"]) for m in found.values()):
-            raise _DivergedError(f"diverged at step {step}: the parameters are not finite")
-        self._since += time.monotonic() - begun
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        self._overview.progress(self._name, step, values.get("loss"))
