@@ -23,6 +23,7 @@ from absl import logging
 
 from perex_t5x import distributed
 from perex_t5x.checkpoints import Checkpointer
+from perex_t5x.cli import status
 from perex_t5x.cli.progress import Progress
 from perex_t5x.data.device_batches import prefetch
 from perex_t5x.errors import DivergedError
@@ -170,6 +171,7 @@ class Loop:
                         metrics = {**metrics, "measured": measured[1]}
                     self._read_pending()
                     step += 1
+                    status.at_step(step)
                     self._pending = (step, metrics)
                     stopping = interrupts.stop_here()
                     self._after_step(step, state, stopping)

@@ -17,6 +17,7 @@ from flax import linen as nn
 from jax.tree_util import keystr
 
 from perex_t5x import distributed
+from perex_t5x.cli import status
 from perex_t5x.errors import ConfigError
 
 _PROBE = ".seen_by_all_"
@@ -31,7 +32,10 @@ def prepare(folder: str, checkpoint_bytes: int = 0, dry_run: bool = False, *, bi
     """
     if distributed.is_writer():
         _make_writable(folder, checkpoint_bytes, dry_run)
-    if distributed.group() is None or dry_run:
+    if dry_run:
+        return
+    status.in_folder(folder)
+    if distributed.group() is None:
         return
     probe = epath.Path(folder) / distributed.from_process_0("probe", lambda: _leave_probe(folder))
     deadline = time.monotonic() + _SECONDS

@@ -21,6 +21,7 @@ def call(load: Callable[[], Callable[..., Any]], args: Any) -> None:
         raise ConfigError(
             "no --gin_file given. For a first run: python -m perex_t5x.train --gin_file=runs/quickstart.gin"
         )
+    status.is_run()
     _connect_processes(args)
     console.import_tensorflow_quietly()
     function = load()

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live bar in a terminal, plain lines elsewhere."""
+"""What a person sees while a run is running: a live bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
+
+# Set where the reader of the lines overwrites each with the next: they then end with a carriage return.
+OVERWRITE = "PEREX_T5X_PROGRESS_OVERWRITE"
 
 
 class Progress:
@@ -72,7 +75,8 @@ class Progress:
         self._last = now
         done = step - self._start
         left = (now - self._begun) / done * (self._total - step) if done else float("nan")
-        print(f"step {step}/{self._total}  {note}  ETA {duration(left)}", file=self._stream, flush=True)
+        end = "\r" if os.environ.get(OVERWRITE) else "\n"
+        print(f"step {step}/{self._total}  {note}  ETA {duration(left)}", end=end, file=self._stream, flush=True)
 
 
 def _short(value: float) -> str:

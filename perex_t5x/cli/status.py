@@ -83,30 +83,40 @@ def _signal_name(number: int) -> str:
 
 # --- in the process that ends -----------------------------------------------------------------------------------------
 
+_is_run = False
 _folder: str | None = None
 _file: str | None = None
 _step: int | None = None
 _process_index = 0
 
 
-def begin(process_index: int = 0) -> None:
+def begin() -> None:
     """At the start of a command. The variable is taken out of the environment: it is not for this process's children."""
-    global _folder, _file, _step, _process_index
-    _folder, _step, _process_index = None, None, process_index
+    global _is_run, _folder, _file, _step, _process_index
+    _is_run, _folder, _step, _process_index = False, None, None, 0
     _file = os.environ.pop(VARIABLE, None)
     if _file is not None:
         with contextlib.suppress(OSError):
             os.unlink(_file)
 
 
-def in_folder(folder: str) -> None:
-    """Once the folder of the run is known, and will be written: the status goes there, too."""
-    global _folder
-    _folder = folder
-    with contextlib.suppress(Exception):
-        from etils import epath
+def is_run() -> None:
+    """That this process is a run: its status is that of its folder. Processes that hold several runs are not."""
+    global _is_run
+    _is_run = True
 
-        (epath.Path(folder) / FILE).unlink(missing_ok=True)
+
+def in_folder(folder: str) -> None:
+    """Once the folder of a run is known, and will be written: the status goes there, too."""
+    global _folder
+    if not _is_run:
+        return
+    _folder = folder
+    if _process_index == 0:
+        with contextlib.suppress(Exception):
+            from etils import epath
+
+            (epath.Path(folder) / FILE).unlink(missing_ok=True)
 
 
 def is_process(index: int) -> None:

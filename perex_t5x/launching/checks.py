@@ -14,7 +14,7 @@ from typing import Any
 
 import perex_t5x
 from perex_t5x import cli
-from perex_t5x.cli import console, prompts
+from perex_t5x.cli import console, prompts, status
 from perex_t5x.errors import ConfigError, Reason, TrainingError
 from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching import bundle, names, shell
@@ -92,12 +92,14 @@ def _preflight_one(request: Request, job: Job, commands: Commands) -> float | No
         return None
     with tempfile.TemporaryDirectory() as folder:  # of this launch alone
         bundle.write_jobs(request.work, folder, commands)
-        path = os.path.join(folder, "preflight.json")
-        return _compiled(request, job, commands.run([*argv, f"--json={path}"], check=False, cwd=folder), path)
+        path, status_file = os.path.join(folder, "preflight.json"), os.path.join(folder, "status.json")
+        argv = ["env", f"{status.VARIABLE}={status_file}", *argv, f"--json={path}"]
+        done = commands.run(argv, check=False, cwd=folder)
+        return _compiled(request, job, done, path, status.of_process(done.returncode, status_file, message=done.said))
 
 
-def _compiled(request: Request, job: Job, done: Completed, path: str) -> float | None:
-    """Seconds a step, of what preflight has said and written."""
+def _compiled(request: Request, job: Job, done: Completed, path: str, ended: status.Status) -> float | None:
+    """Seconds per step, of what preflight has printed and written."""
     if done.returncode == 1 and os.path.exists(path) and done.stdout.strip():
         say(done.stdout)
         raise ConfigError(
@@ -105,10 +107,7 @@ def _compiled(request: Request, job: Job, done: Completed, path: str) -> float |
             "a larger --topology, or leave this check out with --skip_preflight."
         )
     if done.returncode != 0:
-        message = done.stderr.rpartition("ERROR: ")[2].strip() or done.said
-        if "TPU compiler, which is not installed" in message:
-            message += " Or leave this check out with --skip_preflight."
-        raise ConfigError(f"preflight of {job.name}: {message}")
+        raise ConfigError(f"preflight of {job.name}: {ended.message}\nTo leave this check out: --skip_preflight.")
     with open(path, encoding="utf-8") as f:
         found = json.load(f)["cases"][0]
     say(done.stdout)

@@ -1,10 +1,11 @@
 """Runs jobs.json on a host, one job after another: `python -m perex_t5x.launching.worker --jobs=jobs.json`
 
 The same on every host of a slice; the jobs find each other by themselves. Jobs that are finished (finished.json in their
-folders) are skipped; others go on from their checkpoints. Ctrl-C and SIGTERM reach the job, which saves and stops.
+folders) are skipped; others resume from their checkpoints. Ctrl-C and SIGTERM reach the job, which saves and stops.
 
-Exit status: 0 all jobs are done; 3 all have ended, some as failures (a loss that diverged, a slip in one run of a sweep);
-2 a slip in a single run; 130 stopped; 1 a job broke off: started again, it goes on; 4 a worker runs on this host already.
+Exit codes (`perex_t5x.errors.Reason`): 0 all jobs are done; 3 all have ended, some as failures (a loss that diverged, a
+configuration error in one run of a sweep); 2 a configuration error in a single run; 130 stopped; 1 a job broke off, and
+resumes when the worker is started again; 4 a worker runs on this host already.
 """
 
 from __future__ import annotations
@@ -13,24 +14,17 @@ import argparse
 import contextlib
 import fcntl
 import os
-import re
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
+from perex_t5x.cli import subprocesses
+from perex_t5x.cli.status import Status
 from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.experiments.sweep import processes
 from perex_t5x.launching import host, marks
 from perex_t5x.launching.spec import Job, Work
-
-EXIT_SOME_FAILED = 3
-EXIT_BUSY = 4
-# Processes that did not find each other in time: no slip of the configuration, though it has the same status.
-_MISSED = re.compile(r"found no way to the coordinator|of \d+ processes came within")
-_KEPT = 200_000  # of a job's last words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _alone(options.lock or os.path.join(folder, "worker.lock")) as alone:
         if not alone:
             print("ERROR: a worker of this launch is running on this host already.", file=sys.stderr, flush=True)
-            return EXIT_BUSY
+            return Reason.BUSY.exit_code
         return _Worker(work, folder, options.log_dir or os.path.join(folder, "logs"), writer).run()
 
 
@@ -79,12 +73,14 @@ class _Worker:
     def __init__(self, work: Work, folder: str, log_dir: str, writer: bool):
         self._work, self._folder, self._log_dir, self._writer = work, folder, log_dir, writer
         self._asked: int | None = None
-        self._process: subprocess.Popen | None = None
+        self._child: subprocesses.Child | None = None
 
     def run(self) -> int:
         os.makedirs(self._log_dir, exist_ok=True)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._pass_on)
+        with subprocesses.forwarding(self._pass_on):
+            return self._run_jobs().exit_code
+
+    def _run_jobs(self) -> Reason:
         # Once, before the first job: all hosts skip the same ones.
         finished = marks.read(self._work.jobs)
         failed = sum(mark["status"] != "done" for mark in finished.values())
@@ -94,78 +90,64 @@ class _Worker:
         for i, job in enumerate(jobs, len(finished) + 1):
             _say(f"job {i} of {len(self._work.jobs)}: {job.name}")
             begun = time.monotonic()
-            status, said = self._run(job)
+            status = self._run(job)
             if self._writer:
                 marks.keep_log(job, self._log(job))
-            if status == Reason.INTERRUPTED.exit_code or (self._asked is not None and status != 0):
+            if status.reason is Reason.INTERRUPTED or (self._asked is not None and status.reason is not Reason.DONE):
                 _say(f"{job.name}: stopped")
-                return Reason.INTERRUPTED.exit_code
-            mark = _mark(job, status, said, self._log(job), single=self._work.sweep is None)
+                return Reason.INTERRUPTED
+            mark = _mark(status, self._log(job), single=self._work.sweep is None)
             if mark is None:
-                _say(f"{job.name}: {processes.reason(status, said, self._log(job))}")
-                return (
-                    Reason.CONFIGURATION.exit_code
-                    if status == Reason.CONFIGURATION.exit_code and not _MISSED.search(said)
-                    else Reason.ERROR.exit_code
-                )
+                _say(f"{job.name}: {processes.failure(status, self._log(job))}")
+                return status.reason if status.reason is Reason.CONFIGURATION else Reason.ERROR
             _say(f"{job.name}: {mark['status']}{': ' if mark['error'] else ''}{mark['error']}")
             failed += mark["status"] != "done"
             if self._writer:
                 marks.write(job, {**mark, "seconds": round(time.monotonic() - begun, 1)})
-        return EXIT_SOME_FAILED if failed else 0
+        return Reason.SOME_FAILED if failed else Reason.DONE
 
     def _log(self, job: Job) -> str:
         return os.path.join(self._log_dir, f"{job.name}.log")
 
-    def _run(self, job: Job) -> tuple[int, str]:
-        """Its exit status and the end of what it said."""
+    def _run(self, job: Job) -> Status:
+        """How it ended."""
         if self._asked is not None:
-            return Reason.INTERRUPTED.exit_code, ""
-        with open(self._log(job), "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-S", "-E", "-c", processes.DIES_WITH_PARENT, str(os.getpid()), *job.argv()],
-                cwd=self._folder,
-                env=_environment(self._work.root),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            if self._asked is not None:  # in between
-                self._process.send_signal(self._asked)
-            said = _copied(self._process.stdout, log)
-            status = self._process.wait()
-        self._process = None
-        return status, said
+            return Status(Reason.INTERRUPTED, Reason.INTERRUPTED.exit_code)
+        self._child = subprocesses.Child(
+            job.argv(),
+            cwd=self._folder,
+            env=_environment(self._work.root),
+            log=self._log(job),
+            on_line=_print,
+            status_file=os.path.join(self._log_dir, f"{job.name}.status.json"),
+        )
+        if self._asked is not None:  # in between
+            self._child.send_signal(self._asked)
+        self._child.wait()
+        return self._child.status()
 
-    def _pass_on(self, number: int, frame: Any) -> None:
+    def _pass_on(self, number: int) -> None:
         self._asked = number
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+        if self._child is not None:
+            self._child.send_signal(number)
 
 
-def _mark(job: Job, status: int, said: str, log: str, single: bool) -> dict[str, Any] | None:
-    """What became of a job that has ended; None for one that shall be started again, or is a single run's slip."""
-    if status == 0:
+def _mark(status: Status, log: str, single: bool) -> dict[str, Any] | None:
+    """What became of a job that has ended for good; None for one that shall be started again, and for a single run that
+    ended with a configuration error."""
+    if status.reason is Reason.DONE:
         return {"status": "done", "error": "", "exit": 0}
-    if (why := processes.diverged(status, said)) is not None:
-        return {"status": "failed", "error": why, "exit": status}
-    if status == Reason.CONFIGURATION.exit_code and not single and not _MISSED.search(said):
-        return {"status": "failed", "error": processes.reason(status, said, log), "exit": status}
+    if status.reason is Reason.DIVERGED:
+        return {"status": "failed", "error": processes.divergence(status), "exit": status.exit_code}
+    if status.reason is Reason.CONFIGURATION and not single:
+        return {"status": "failed", "error": processes.failure(status, log), "exit": status.exit_code}
     return None
 
 
-def _copied(source: IO[bytes], log: IO[bytes]) -> str:
-    """Copies lines to the log and to stdout until the end; returns the last of them."""
-    kept = b""
-    for line in iter(source.readline, b""):
-        log.write(line)
-        log.flush()
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more: the log has it
-            sys.stdout.buffer.write(line)
-            sys.stdout.buffer.flush()
-        kept = (kept + line)[-_KEPT:]
-    return kept.decode(errors="replace")
+def _print(line: bytes) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more: the log has it
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
 
 
 def _environment(root: str) -> Mapping[str, str]:

@@ -17,7 +17,7 @@ def main(arguments):
     print("devices", os.environ["XLA_FLAGS"].split("=")[-1], os.environ["JAX_NUM_PROCESSES"], file=sys.stderr)
     if index == "0":
         print("[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1")
-        print("step 1/2  loss 3.1  ETA 0:01")
+        print("step 1/2  loss 3.1  ETA 0:01", end="\r" if os.environ.get("PEREX_T5X_PROGRESS_OVERWRITE") else "\n")
     signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in arguments else on_signal)
     signal.signal(signal.SIGINT, on_signal)
     print("ready", os.getpid(), flush=True)

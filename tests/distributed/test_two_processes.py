@@ -10,8 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from perex_t5x import checkpoints, local_processes
+from perex_t5x import checkpoints
 from perex_t5x.errors import ConfigError
+from perex_t5x.launching import local
 from tests import tiny
 from tests.distributed import support
 
@@ -72,7 +73,7 @@ def test_two_processes_are_one_and_one_resumes_what_two_have_saved(one_process, 
     # Process 0 alone writes and speaks.
     assert "mesh replica 1 x data 8 x model 1 on 8 device(s) of 2 process(es)" in output
     assert not [line for line in output.splitlines() if line.startswith("[1]") and line[3:].strip()], output
-    assert sorted(os.listdir(two)) == sorted(os.listdir(one_process))
+    assert sorted(os.listdir(two)) == sorted([*os.listdir(one_process), "status.json"])  # that of a command
 
     resumed = only_up_to_step_4(two, tmp_path / "resumed")
     tiny.train(resumed, "TRAIN_STEPS = 8", *RUN, OTHER_MESH)
@@ -114,7 +115,7 @@ def test_ctrl_c_saves_all_processes_at_one_step(tmp_path):
 
 def test_a_process_that_is_configured_otherwise(tmp_path):
     """Both processes stop with status 2, and say what differs in which."""
-    port = local_processes._free_port()
+    port = local.free_port()
     processes = []
     for i in range(2):
         changes = ["BASE_LEARNING_RATE = 0.002", "train/utils.DatasetConfig.pack = False"] if i else []

@@ -29,12 +29,16 @@ with open(os.path.join(folder, "metrics.jsonl"), "a") as f:
     f.write(json.dumps({"step": 8, "name": "train", name: 2.0}) + "\\n")
     f.write(json.dumps({"step": 4, "name": "training_eval/a", name: 1.5}) + "\\n")
     f.write(json.dumps({"step": 8, "name": "training_eval/a", name: 1.75}) + "\\n")
+def end(reason, code, **more):
+    with open(os.environ["PEREX_T5X_STATUS_FILE"], "w") as f:
+        json.dump({"reason": reason, "exit_code": code, **more}, f)
+    sys.exit(code)
 if seed == 1:
-    sys.exit("\\nERROR: the loss of step 5 is nan: stopped before saving")
+    end("diverged", 5, step=5, message="the loss of step 5 is nan: stopped before saving", finding="the loss is nan")
 if seed == 2:
     os.kill(os.getpid(), signal.SIGKILL)
 if seed == 3:
-    print("\\nERROR: a slip of yours", file=sys.stderr); sys.exit(2)
+    end("configuration", 2, message="BATCH_SIZE = 3: no")
 """
 
 
@@ -58,7 +62,7 @@ def test_every_end_has_its_result(tmp_path, stand_in):
     assert (diverged.status, diverged.final, diverged.eval_loss) == ("failed", True, None)
     assert diverged.error == "diverged at step 5: the loss is nan"
     assert (killed.status, killed.final) == ("failed", False) and "SIGKILL" in killed.error
-    assert "a slip of yours" in slipped.error and not slipped.final
+    assert "BATCH_SIZE = 3: no" in slipped.error and not slipped.final
     assert "1 done, 0 running, 0 waiting, 3 failed of 4" in shown.getvalue()
     kept = sorted(p.parent.name for p in folder.glob("runs/*/result.json"))
     assert kept == ["s0", "s1"], "the other two are tried again"

@@ -79,8 +79,10 @@ def test_what_does_not_fit_is_refused_with_its_table(tmp_path, monkeypatch, capf
         checks.preflight(request(job("a", 16)), Commands())
     assert "TABLE" in capfd.readouterr().err
     words = "compiling needs the TPU compiler, which is not installed: pip install 'perex_t5x[tpu]'"
-    preflight_that(tmp_path, monkeypatch, f"import sys; sys.exit('ERROR: ' + {words!r})")
-    with pytest.raises(ConfigError, match="not installed: pip install.*--skip_preflight"):
+    written = json.dumps({"reason": "configuration", "exit_code": 2, "message": words})
+    code = f"import os, sys; open(os.environ['PEREX_T5X_STATUS_FILE'], 'w').write({written!r}); sys.exit(2)"
+    preflight_that(tmp_path, monkeypatch, code)
+    with pytest.raises(ConfigError, match="not installed: pip install(.|\n)*--skip_preflight"):
         checks.preflight(request(job("a", 16)), Commands())
     found = checks.preflight(request(job("a", 16), skip_preflight=True), Commands())
     assert found.hours is None

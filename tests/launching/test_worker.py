@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from perex_t5x.errors import ConfigError
+from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.launching import host, marks
 from perex_t5x.launching.spec import Job, Work
 
@@ -17,6 +17,13 @@ from perex_t5x.launching.spec import Job, Work
 def job(tmp_path, name, code):
     code = f"open({str(tmp_path / 'order')!r}, 'a').write({name + ' '!r}); import sys, os, time\n{code}"
     return Job(name, ("-c", code), str(tmp_path / "out" / name))
+
+
+def ends(reason, **more):
+    """Code that ends as `perex_t5x.train` does."""
+    code = Reason(reason).exit_code
+    status = json.dumps({"reason": reason, "exit_code": code, **more})
+    return f"open(os.environ['PEREX_T5X_STATUS_FILE'], 'w').write({status!r}); sys.exit({code})"
 
 
 def start(tmp_path, jobs, sweep=True, index="0", **options):
@@ -49,8 +56,10 @@ def test_all_jobs_then_none_again(tmp_path):
 
 def test_failures_of_a_sweep_are_results_but_a_crash_is_not(tmp_path):
     jobs = [
-        job(tmp_path, "diverges", "print('ERROR: the loss of step 7 is nan: x'); sys.exit(1)"),
-        job(tmp_path, "slip", "print('\\nERROR: BATCH_SIZE = 3: no'); sys.exit(2)"),
+        job(
+            tmp_path, "diverges", ends("diverged", step=7, finding="the loss is nan", message="the loss of step 7 ...")
+        ),
+        job(tmp_path, "slip", ends("configuration", message="BATCH_SIZE = 3: no")),
         job(tmp_path, "crash", "sys.exit(0 if os.path.exists('ok') else 1)"),
         job(tmp_path, "last", ""),
     ]
@@ -75,9 +84,9 @@ def test_a_single_runs_slip_ends_with_2(tmp_path):
 
 
 @pytest.mark.parametrize("sweep", [True, False])
-def test_processes_that_miss_each_other_are_started_again(tmp_path, sweep):
-    said = "ERROR: only 3 of 4 processes came within 300 s; missing: process 2."
-    process = start(tmp_path, [job(tmp_path, "a", f"print({said!r}); sys.exit(2)")], sweep=sweep)
+@pytest.mark.parametrize("reason", ["unreachable", "peer_lost", "no_space", "error"])
+def test_what_may_pass_is_started_again(tmp_path, sweep, reason):
+    process = start(tmp_path, [job(tmp_path, "a", ends(reason))], sweep=sweep)
     process.communicate(timeout=60)
     assert process.returncode == 1
 

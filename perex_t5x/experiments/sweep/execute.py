@@ -45,7 +45,7 @@ def run(
       only: a regular expression found in the names of the runs to run.
       overview: a stream for the live overview; None: stderr.
       programs: a dictionary that keeps what `together` compiles, for a later call in this process.
-      child: what starts a run, in place of `processes.Child`, such as a work unit of XManager.
+      child: what starts a run, in place of `processes.RunProcess`, such as a work unit of XManager.
 
     Raises:
       ConfigError: the folder holds another sweep, or one that is running.
@@ -95,7 +95,7 @@ def run(
             else:
                 from perex_t5x.experiments.sweep import processes
 
-                processes.run_all(todo, folder, show, finished, parallel, stop, child or processes.Child)
+                processes.run_all(todo, folder, show, finished, parallel, stop, child or processes.RunProcess)
         if stop.is_set():
             done = sum(r.name in results and results[r.name].final for r in plan.runs)
             raise KeyboardInterrupt(

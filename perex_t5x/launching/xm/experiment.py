@@ -18,15 +18,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 from absl import logging
 
 from perex_t5x import files
+from perex_t5x.cli import status as status_lib
+from perex_t5x.cli import subprocesses
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.experiments.sweep import processes
 from perex_t5x.experiments.sweep.runs import Run
-from perex_t5x.launching.xm import unit
 
 
 def modules() -> tuple[Any, Any]:
@@ -68,7 +69,7 @@ class Experiment:
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def child(self, run: Run, root: str, environment: dict[str, str]) -> processes.Child:
+    def child(self, run: Run, root: str, environment: dict[str, str]) -> processes.RunProcess:
         """Starts a run as a work unit; for `perex_t5x.experiments.sweep.execute.run`."""
         return _WorkUnit(self, run, root, environment)
 
@@ -77,7 +78,7 @@ class Experiment:
             self._open()
         number = len(self._entry["work_units"]) + 1
         status = os.path.join(self._scratch, f"{number}.json")
-        arguments = ["-I", "-S", os.path.abspath(unit.__file__), status, str(os.getpid()), log, *command]
+        arguments = ["-I", "-S", os.path.abspath(subprocesses.__file__), status, str(os.getpid()), log, *command]
         job = self._xm.Job(
             self._binary,
             executor=self._xm_local.Local(experimental_stream_output=False),
@@ -98,7 +99,7 @@ class Experiment:
             self._entry["work_units"][str(number)] |= {"pid": pid, "started": _now()}
             self._write_record()
 
-        return UnitProcess(run, launched, status, started)
+        return UnitProcess(run, launched, status, started, environment.get(status_lib.VARIABLE), log)
 
     def _open(self) -> None:
         try:
@@ -135,23 +136,40 @@ class Experiment:
         files.write_atomically(self.record, text + "\n")
 
 
-class _WorkUnit(processes.Child):
+class _WorkUnit(processes.RunProcess):
     """A run whose process is started by XManager."""
 
     def __init__(self, experiment: Experiment, run: Run, root: str, environment: dict[str, str]):
         self._experiment = experiment
         super().__init__(run, root, environment)
 
-    def start(self, command: list[str], environment: dict[str, str], log: BinaryIO) -> UnitProcess:
+    def start(self, command: list[str], environment: dict[str, str]) -> UnitProcess:
+        environment = {**environment, status_lib.VARIABLE: self.status_file}
         return self._experiment.add(self.run, command, environment, self.log)
 
 
 class UnitProcess:
-    """What of `subprocess.Popen` the sweep needs, for the process of a work unit."""
+    """What of `subprocesses.Child` the sweep needs, for the process of a work unit.
 
-    def __init__(self, run: Run, launched: asyncio.Future, status: str, started: Callable[[int], None]):
+    Args:
+      run, launched: the run, and XManager's work unit, once it is there.
+      record: of `subprocesses.run_unit`.
+      started: told the process's number.
+      status_file, log: the run's.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        launched: asyncio.Future,
+        record: str,
+        started: Callable[[int], None],
+        status_file: str | None = None,
+        log: str = "",
+    ):
         self.returncode: int | None = None
-        self._run, self._launched, self._status, self._started = run, launched, status, started
+        self._run, self._launched, self._record, self._started = run, launched, record, started
+        self._status_file, self._log = status_file, log
         self._ended: Any = None
         self._asked: int | None = None
         self._recorded = False
@@ -181,9 +199,14 @@ class UnitProcess:
         self._asked = number
         self.poll()
 
+    def status(self) -> status_lib.Status:
+        """After its end."""
+        said = subprocesses.last_line(subprocesses.read_tail(self._log, 20_000))
+        return status_lib.of_process(self.returncode, self._status_file, message=said)
+
     def _read(self) -> dict[str, int]:
         try:
-            with open(self._status, encoding="utf-8") as f:
+            with open(self._record, encoding="utf-8") as f:
                 return json.load(f)
         except (OSError, ValueError):
             return {}

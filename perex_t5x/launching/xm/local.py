@@ -7,14 +7,14 @@ import csv
 import dataclasses
 import os
 import shlex
-import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from perex_t5x.cli import prompts
+from perex_t5x.cli import prompts, subprocesses
 from perex_t5x.errors import ConfigError, Reason, TrainingError
 from perex_t5x.experiments.sweep import command, execute, processes
 from perex_t5x.experiments.sweep.directory import Folder, InUseError, result_of_metrics
@@ -171,20 +171,11 @@ def from_flags(args: Any) -> SingleRun:
 def _check(run: SingleRun) -> None:
     """What the command's own --dry_run finds."""
     checked = dataclasses.replace(run, flags=(*run.flags, "--dry_run")).command("")
-    done = subprocess.run(checked, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        raise ConfigError(said(done.stderr))
-
-
-def said(text: str) -> str:
-    """A command's own words of its error.
-
-    >>> said("noise\\nERROR: no such file\\n")
-    'no such file'
-    """
-    if "\nERROR: " in text:
-        return text.rpartition("\nERROR: ")[2].strip()
-    return "\n".join(text.strip().splitlines()[-5:])
+    with tempfile.TemporaryDirectory() as scratch:
+        child = subprocesses.Child(checked, log=f"{scratch}/log.txt", status_file=f"{scratch}/status.json")
+        child.wait()
+        if (status := child.status()).reason is not Reason.DONE:
+            raise ConfigError(status.message)
 
 
 def _told(run: SingleRun, result: Result) -> int:

@@ -17,10 +17,11 @@ import pytest
 
 pytest.importorskip("xmanager")
 
+from perex_t5x.cli import subprocesses
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.experiments.sweep.directory import Folder, InUseError
 from perex_t5x.experiments.sweep.runs import Result, Run
-from perex_t5x.launching.xm import local, unit
+from perex_t5x.launching.xm import local
 from tests.experiments.sweep_support import plan
 from tests.experiments.test_sweep_processes import STAND_IN
 
@@ -205,7 +206,7 @@ def test_runs_end_with_a_launcher_that_was_killed(tmp_path):
     status, log = tmp_path / "status", tmp_path / "log"
     run = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
     started = subprocess.Popen(
-        [sys.executable, "-I", "-S", unit.__file__, str(status), str(launcher.pid), str(log), *run]
+        [sys.executable, "-I", "-S", subprocesses.__file__, str(status), str(launcher.pid), str(log), *run]
     )
     deadline = time.monotonic() + 60
     while not (log.exists() and log.read_text().strip()):

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from perex_t5x import local_processes
+from perex_t5x.errors import Reason
+from perex_t5x.launching import local
 from tests.distributed import support
 
 SPEAKER = {"module": "tests.distributed.speaker"}
@@ -28,7 +29,7 @@ def test_first_failure_stops_the_others():
     begun = time.monotonic()
     status, output = support.run("fail1", "wait", grace=1, **SPEAKER)
     assert status == 7 and time.monotonic() - begun < 60
-    assert "launch/local: process 1 ended with status 7; the others are stopped." in output
+    assert "launch/local: process 1 ended with exit code 7; the others are stopped." in output
     assert "[0] asked to stop by SIGTERM" in output
 
 
@@ -40,7 +41,7 @@ def test_what_does_not_stop_is_killed():
 
 def test_time_limit():
     status, output = support.run("wait", timeout=2, **SPEAKER)
-    assert status == local_processes.EXIT_TIMEOUT and "the time (--timeout 2) is over" in output
+    assert status == Reason.TIMEOUT.exit_code and "the time limit (--timeout 2) is reached" in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -69,7 +70,7 @@ def test_no_orphans_when_the_launcher_is_killed():
 def test_in_a_terminal_progress_stays_on_one_line():
     master, slave = pty.openpty()
     command = [
-        *["-m", "perex_t5x.local_processes", "--processes", "2", "--devices", "1", "--module"],
+        *["-m", "perex_t5x.launching.local", "--processes", "2", "--devices", "1", "--module"],
         SPEAKER["module"],
         "--",
         "x",
@@ -95,7 +96,7 @@ def test_in_a_terminal_progress_stays_on_one_line():
 @pytest.mark.parametrize("arguments,message", [(["--processes", "0"], "positive"), (["--devices", "x"], "positive")])
 def test_slips(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        local_processes.main(arguments)
+        local.main(arguments)
     assert message in capsys.readouterr().err
 
 
@@ -126,4 +127,4 @@ def test_the_script_can_be_run():
     script = support.ROOT / "launch" / "local"
     assert os.access(script, os.X_OK)
     assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
-    assert "perex_t5x.local_processes" in script.read_text()
+    assert "perex_t5x.launching.local" in script.read_text()
