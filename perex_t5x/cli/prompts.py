@@ -20,7 +20,7 @@ def confirm(question: str, *, refused: str | None = None) -> bool:
     if not is_interactive():
         if refused is None:
             return False
-        raise ConfigError(f"{refused} {question} cannot be asked: stdin is not a terminal. Give --yes.")
+        raise ConfigError(f"{refused} {question!r} cannot be asked: stdin is not a terminal. Give --yes.")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline().strip().lower() in ("y", "yes")
     if not answer and refused is not None:

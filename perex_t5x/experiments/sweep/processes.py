@@ -80,7 +80,8 @@ def divergence(status: Status) -> str:
     >>> divergence(Status(Reason.DIVERGED, 5, "the loss of ...", "the loss is nan", 7))
     'diverged at step 7: the loss is nan'
     """
-    return f"diverged at step {status.step}: {status.finding or status.message}"
+    where = "" if status.step is None else f" at step {status.step}"
+    return f"diverged{where}: {status.finding or status.message}"
 
 
 def failure(status: Status, log: str) -> str:

@@ -378,7 +378,8 @@ def test_a_sweep_is_collected_for_the_report(cloud):
         "'loss_per_nonpadding_target_token': 3 - s / 10}) + '\\n')\n  os.makedirs(here + '/checkpoint_10', exist_ok=True)\n"
         "  open(here + '/checkpoint_10/x', 'w')\n"
     )
-    diverges = metrics + "print('ERROR: the loss of step 7 is nan: x')\nsys.exit(1)"
+    status = {"reason": "diverged", "exit_code": 5, "step": 7, "finding": "the loss is nan"}
+    diverges = f"{metrics}open(os.environ['PEREX_T5X_STATUS_FILE'], 'w').write(json.dumps({status}))\nsys.exit(5)"
     runs = [{"name": n, "values": {"batch_size": b, "rule": n}, "batch_size": b, **COMMON} for n, b in
             (("a", 8), ("twin", 8), ("b", 16))]  # fmt: skip
     sweep = {"name": "s", "axes": {"batch_size": [8, 16]}, "runs": runs}

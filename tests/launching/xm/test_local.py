@@ -153,7 +153,7 @@ def test_every_end_has_its_result(tmp_path, experiment):
     assert (diverged.status, diverged.final) == ("failed", True)
     assert diverged.error == "diverged at step 5: the loss is nan"
     assert (killed.status, killed.final) == ("failed", False) and "SIGKILL" in killed.error
-    assert "a slip of yours" in slipped.error and not slipped.final
+    assert "BATCH_SIZE = 3: no" in slipped.error and not slipped.final
     assert recorded(tmp_path) == (["a title"], [1, 2, 3, 4])
     [entry] = json.loads((tmp_path / "sweep" / "xmanager.json").read_text())
     assert [unit["run"] for unit in entry["work_units"].values()] == ["s0", "s1", "s2", "s3"]
