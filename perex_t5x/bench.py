@@ -1,19 +1,57 @@
-"""How fast is a configuration, and what does the framework cost? One JSON line.
+"""Wall-clock time: a configuration beside a bare JAX loop, or the per-example engine beside its alternatives. JSON lines.
 
     python -m perex_t5x.bench --gin_file=models/tiny.gin --gin_file=runs/bench.gin
+    python -m perex_t5x.bench --engine=scanned,unrolled --rounds=9
 
-The training loop (feed, prefetching, metrics, log files, progress) and a bare JAX loop (the model's loss, `jax.grad`,
-the optimizer, batches already on the devices) take turns on the same model, mesh and batches; each number is the median
-over the rounds. `framework_overhead` is the ratio of the two step times, less one. For an optimizer that needs statistics of
-the examples' gradients the bare loop takes the plain gradient and `optax.adamw`: the overhead is then their price, too.
+The first times the training loop (feed, prefetching, metrics, log files, progress) and a bare JAX loop (the model's loss,
+`jax.grad`, the optimizer, batches already on the devices) on the same model, mesh and batches; each number is the median
+over the rounds. `framework_overhead` is the ratio of the two step times, minus one. For an optimizer that needs statistics
+of the examples' gradients the bare loop uses the plain gradient and `optax.adamw`, so the overhead includes their cost.
+
+The second times mean and mean square of a small model's per-example gradients, computed by a loop, `vmap`,
+`optax.microbatching.micro_grad` and the engine (`surgery`; `two passes` with clip_norm), beside the plain gradient. Every
+program runs all at once and at its own best microbatch size, the plain gradient too; times are ratios to it, with quartiles.
+Temporary memory is the compiler's. A readable summary goes to stderr.
+
+Whatever is compared takes turns in every round. Cycles on a TPU, without one: `python -m perex_t5x.preflight.overhead`.
 """
 
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from perex_t5x import cli  # see perex_t5x/train.py
+    import sys
 
-    cli.run_gin("perex_t5x.bench.benchmark", __doc__)
+    from perex_t5x import cli  # see perex_t5x/train.py
+    from perex_t5x.cli import flags as cli_flags
+
+    def define_flags() -> None:
+        from absl import flags
+
+        cli_flags.define_training_flags()
+        known = ("scanned", "unrolled", "mlp")  # `bench_engine.MODELS`, without importing JAX
+        flags.DEFINE_list("engine", None, f"Time the per-example engine on these models: some of {', '.join(known)}.")
+        flags.DEFINE_integer("rounds", 5, "With --engine: rounds in which all programs take turns.")
+        flags.DEFINE_list("microbatches", ["1", "4"], "With --engine: microbatch sizes to try, besides all at once.")
+        flags.DEFINE_integer("examples", 16, "With --engine: examples of the decoder's batch.")
+        flags.DEFINE_integer("layers", 4, "With --engine: layers.")
+
+    def main(args: Any) -> None:
+        def load() -> Callable[..., Any]:
+            from perex_t5x import bench
+
+            sys.modules["__main__"].benchmark = bench.benchmark  # where ported Gin files look for it
+            return bench.benchmark
+
+        if args.engine is None:
+            from perex_t5x.cli import gin_command
+
+            gin_command.call(load, args)
+            return
+        from perex_t5x.bench_engine import benchmark_engine
+
+        benchmark_engine(args.engine, args.rounds, args.microbatches, args.examples, args.layers)
+
+    cli.run(main, __doc__, flags=define_flags)
 
 import functools
 import json
@@ -22,8 +60,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
 import optax
@@ -31,11 +69,35 @@ import optax
 from perex_t5x import loop
 from perex_t5x.checkpoints import Checkpointer
 from perex_t5x.cli.progress import Progress
-from perex_t5x.data.feed import make_feed
-from perex_t5x.metrics import MetricsWriter, model_flops_utilization
+from perex_t5x.data.feed import Feed, make_feed
+from perex_t5x.metrics import MetricsWriter, flops_per_step, model_flops_utilization
+from perex_t5x.models import protocol
 from perex_t5x.partitioning import PjitPartitioner
+from perex_t5x.train import Setup, timed
 from perex_t5x.trainer import Trainer, TrainState
 from perex_t5x.utils import DatasetConfig
+
+_Name = TypeVar("_Name")
+_TURN_SECONDS = 0.2  # of steps in one turn of a `TimedStep`, about
+_TURN_BATCHES = 4
+
+
+def in_turns(measures: Mapping[_Name, Callable[[], float]], rounds: int) -> dict[_Name, list[float]]:
+    """Calls every measure once per round; returns the rounds' values by name.
+
+    Whichever goes first may find a cooler machine, so the order alternates, too.
+
+    >>> in_turns({"a": lambda: 1.0, "b": lambda: 2.0}, rounds=2)
+    {'a': [1.0, 1.0], 'b': [2.0, 2.0]}
+    """
+    values: dict[_Name, list[float]] = {name: [] for name in measures}
+    for i in range(rounds):
+        for name in list(measures)[:: 1 if i % 2 else -1]:
+            values[name].append(measures[name]())
+    return values
+
+
+# --- training steps ---------------------------------------------------------------------------------------------------
 
 
 def benchmark(
@@ -60,59 +122,51 @@ def benchmark(
     """
     trainer = trainer_cls(model=model, partitioner=partitioner)
     trainer.check_batch_size(dataset_cfg.batch_size)
-    partitioner.check_model(model.sharded_dimensions())
+    partitioner.check_model(protocol.sharded_dimensions(model))
     if dry_run:
         print("dry run: the configuration is fine.")
         return {}
-    feed = make_feed(dataset_cfg, model.FEATURE_CONVERTER_CLS())
-    spec = feed.element_spec
-    input_shapes = {k: v.shape for k, v in spec.items()}
-    shapes, shardings, _ = trainer.abstract_state(input_shapes)
-    begun = time.monotonic()
-    step_fn = trainer.compiled_step(shapes, shardings, spec)
-    compile_seconds = time.monotonic() - begun
-
-    def fresh() -> TrainState:
-        init = jax.jit(lambda key: trainer.init_state(key, input_shapes), out_shardings=shardings)
-        return init(jax.random.key(0))
-
-    framework = _framework_rounds(trainer, step_fn, feed, fresh(), steps)
-    bare = _bare_rounds(trainer, feed, fresh(), shardings, steps)
-    times: dict[str, list[float]] = {"framework": [], "bare": []}
+    setup, feed = _set_up(trainer, dataset_cfg)
+    step_fn, compile_seconds = timed(lambda: trainer.compiled_step(setup.shapes, setup.shardings, setup.spec))
+    framework = _framework_rounds(trainer, step_fn, feed, setup.init(jax.random.key(0)), steps)
+    bare = _bare_rounds(trainer, feed, setup.init(jax.random.key(0)), setup.shardings, steps)
     next(framework), next(bare)  # warm up
-    for i in range(rounds):
-        # Whoever goes first may find a cooler machine: they take turns in that, too.
-        for kind, run in (("framework", framework), ("bare", bare))[:: 1 if i % 2 else -1]:
-            times[kind].append(next(run) / steps)
+    times = in_turns({"framework": lambda: next(framework) / steps, "bare": lambda: next(bare) / steps}, rounds)
     framework.close()
     bare.close()
 
     step_seconds, bare_seconds = (statistics.median(times[kind]) for kind in ("framework", "bare"))
-    tokens = next(iter(spec.values())).shape
+    batch_size, *lengths = next(iter(setup.spec.values())).shape
+    length = lengths[0] if lengths else 1
     devices = partitioner.mesh.devices
-    flops = model.flops_per_step(tokens[0], {k: v.shape[1] for k, v in spec.items()})
-    memory = step_fn.memory_analysis()
+    flops = flops_per_step(model, setup.spec)
     result = {
         "name": name,
         "platform": devices.flat[0].platform,
         "devices": devices.size,
         "mesh": "x".join(str(size) for size in partitioner.mesh.shape.values()),
-        "batch_size": tokens[0],
-        "length": tokens[1],
+        "batch_size": batch_size,
+        "length": length,
         "steps_per_second": 1 / step_seconds,
-        "tokens_per_second": tokens[0] * tokens[1] / step_seconds,
+        "tokens_per_second": batch_size * length / step_seconds,
         "step_seconds": step_seconds,
         "step_seconds_all": times["framework"],
         "bare_step_seconds": bare_seconds,
         "bare_step_seconds_all": times["bare"],
         "framework_overhead": step_seconds / bare_seconds - 1,
         "compile_seconds": compile_seconds,
-        "step_temp_bytes": memory.temp_size_in_bytes if memory is not None else None,
+        "step_temp_bytes": temp_bytes(step_fn),
         "peak_memory_bytes": _peak_memory(devices.flat[0]),
         **model_flops_utilization(flops, 1 / step_seconds, devices.flat[0].device_kind, devices.size),
     }
     print(json.dumps(result))
     return result
+
+
+def _set_up(trainer: Trainer, dataset_cfg: DatasetConfig) -> tuple[Setup, Feed]:
+    feed = make_feed(dataset_cfg, protocol.feature_converter_cls(trainer.model))
+    spec = feed.element_spec
+    return Setup(trainer, spec, *trainer.abstract_state({k: v.shape for k, v in spec.items()})), feed
 
 
 def _framework_rounds(trainer: Trainer, step_fn: Any, feed: Any, state: TrainState, steps: int) -> Iterator[float]:
@@ -145,11 +199,13 @@ def _bare_rounds(trainer: Trainer, feed: Any, state: TrainState, shardings: Trai
     """Seconds of `steps` steps of what one would write without a framework, again and again."""
     model, sharding = trainer.model, trainer.partitioner.data_sharding
     batches = [feed.batch(i, {k: sharding for k in feed.element_spec}) for i in range(steps)]
-    plain = trainer.needs(state.params) == ("mean",)  # else what the statistics cost belongs to the overhead
+    plain = trainer.needs(state.params) == ("mean",)  # else the overhead includes the cost of the statistics
     optimizer = model.optimizer_def(learning_rate=1e-3) if plain else optax.adamw(1e-3)
 
     def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-        (loss, _), grads = jax.value_and_grad(model.loss_fn, has_aux=True)(params, batch)
+        (loss, _), grads = jax.value_and_grad(model.loss_fn, has_aux=True)(
+            params, batch, None, model.loss_normalizer(batch)
+        )
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -158,9 +214,9 @@ def _bare_rounds(trainer: Trainer, feed: Any, state: TrainState, shardings: Trai
     with trainer.partitioner.constraints():
         params = state.params
         opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(params)
-        places = (shardings.params, opt_shardings)
+        kept = (shardings.params, opt_shardings)
         compiled = (
-            jax.jit(step, donate_argnums=(0, 1), out_shardings=(*places, None))
+            jax.jit(step, donate_argnums=(0, 1), out_shardings=(*kept, None))
             .lower(params, opt_state, batches[0])
             .compile()
         )
@@ -170,6 +226,42 @@ def _bare_rounds(trainer: Trainer, feed: Any, state: TrainState, shardings: Trai
             params, opt_state, _ = compiled(params, opt_state, batch)
         jax.block_until_ready(params)
         yield time.monotonic() - begun
+
+
+class TimedStep:
+    """A trainer's compiled step with its state and a few batches, to be timed by `in_turns`.
+
+    Attributes:
+      temp_bytes: memory that the compiled step needs besides its arguments and results; None where not known.
+    """
+
+    def __init__(self, trainer: Trainer, dataset_cfg: DatasetConfig, seed: int):
+        setup, feed = _set_up(trainer, dataset_cfg)
+        self._step = trainer.compiled_step(setup.shapes, setup.shardings, setup.spec)
+        self._state = setup.init(jax.random.key(seed))
+        sharding = dict.fromkeys(setup.spec, trainer.partitioner.data_sharding)
+        self._batches = [feed.batch(i, sharding) for i in range(_TURN_BATCHES)]
+        self._steps = 1
+        self.temp_bytes = temp_bytes(self._step)
+
+    def warm_up(self) -> None:
+        """Also determines how many steps make a turn."""
+        self.seconds()
+        self._steps = max(2, round(_TURN_SECONDS / min(self.seconds() for _ in range(3))))
+
+    def seconds(self) -> float:
+        """Of one step, as a mean over a turn."""
+        begun = time.monotonic()
+        for i in range(self._steps):
+            self._state, _ = self._step(self._state, self._batches[i % _TURN_BATCHES])
+        jax.block_until_ready(self._state)
+        return (time.monotonic() - begun) / self._steps
+
+
+def temp_bytes(compiled: Any) -> int | None:
+    """Memory that a compiled program needs besides its arguments and results; None where not known."""
+    memory = compiled.memory_analysis()
+    return None if memory is None else int(memory.temp_size_in_bytes)
 
 
 def _peak_memory(device: Any) -> int:

@@ -18,6 +18,7 @@ from jax.tree_util import keystr
 from perex_t5x.cli.spinner import Working
 from perex_t5x.gradients import gradient_with_statistics
 from perex_t5x.hardware.chips import Chip, peak_flops
+from perex_t5x.metrics import flops_per_step
 from perex_t5x.preflight.hlo.program import DCN, ICI, Collective
 from perex_t5x.preflight.report_cache import ReportCache
 from perex_t5x.preflight.step import CompileTarget, DoesNotFitError, StepReport
@@ -40,8 +41,8 @@ class PreflightReport:
       target: what it is compiled for.
       batch: describes the global batch and the mesh.
       examples: of the global batch.
-      target_tokens: of the global batch, padding included.
-      flops: of the model in one step, nothing recomputed.
+      target_tokens: of the global batch, padding included; 0 where the model has none.
+      flops: of the model in one step, nothing recomputed; None where it does not count them.
       device_kind: JAX's name of the devices.
       devices: how many.
       parts: bytes of the arguments on one device; see `argument_parts`.
@@ -58,7 +59,7 @@ class PreflightReport:
     batch: str
     examples: int
     target_tokens: int
-    flops: float
+    flops: float | None
     device_kind: str
     devices: int
     parts: dict[str, int]
@@ -93,7 +94,7 @@ class PreflightReport:
     @property
     def tokens_per_second(self) -> float | None:
         """Of a step that takes `seconds`."""
-        return self.target_tokens / self.seconds if self.seconds else None
+        return self.target_tokens / self.seconds if self.seconds and self.target_tokens else None
 
     @property
     def mfu(self) -> float | None:
@@ -106,10 +107,8 @@ class PreflightReport:
         return self._mfu(self.seconds_unhidden)
 
     def _mfu(self, seconds: float | None) -> float | None:
-        if not seconds:
-            return None
         peak = peak_flops(self.device_kind)
-        return self.flops / seconds / (peak * self.devices) if peak else None
+        return self.flops / seconds / (peak * self.devices) if seconds and self.flops and peak else None
 
     @property
     def cycles_ratio(self) -> float | None:
@@ -204,7 +203,8 @@ def measure(
     """Compiles a trainer's step and the plain one, and reads both."""
     shapes, _, _ = trainer.abstract_state({feature: s.shape for feature, s in spec.items()})
     devices = trainer.partitioner.mesh.devices
-    examples, length = spec["decoder_target_tokens"].shape
+    examples = next(iter(spec.values())).shape[0]
+    targets = spec.get("decoder_target_tokens")  # a model of one's own may have none
     is_plain = trainer.has_plain_gradient(shapes.params)
     with working(f"{name}: compiling the step for {target}"):
         report, refusal = _compiled(cache, trainer, spec)
@@ -221,8 +221,8 @@ def measure(
         target=target,
         batch=trainer.partitioner.describe_batch(examples).partition(" on ")[0],
         examples=examples,
-        target_tokens=examples * length,
-        flops=trainer.model.flops_per_step(examples, {feature: s.shape[1] for feature, s in spec.items()}),
+        target_tokens=0 if targets is None else math.prod(targets.shape),
+        flops=flops_per_step(trainer.model, spec),
         device_kind=devices.flat[0].device_kind,
         devices=devices.size,
         parts=argument_parts(trainer, spec),
@@ -292,9 +292,9 @@ def loop_sizes(trainer: Trainer) -> dict[str, int]:
     """Name -> turns of the loops of a trainer's step, outermost first: {'microbatch': 4, 'layer': 12}."""
     from perex_t5x import models
 
-    config = trainer.model.config
+    config = getattr(trainer.model, "config", None)
     sizes = {"microbatch": trainer.options.num_microbatches}
-    if not config.scan_layers:
+    if not getattr(config, "scan_layers", False):
         return sizes
     if isinstance(trainer.model, models.EncoderDecoderModel) and config.num_encoder_layers != config.num_decoder_layers:
         return sizes | {"encoder layer": config.num_encoder_layers, "decoder layer": config.num_decoder_layers}

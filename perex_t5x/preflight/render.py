@@ -177,7 +177,7 @@ def _span(low: float | None, high: float | None, write: Callable[[float], str]) 
 
 
 def _tokens(report: PreflightReport) -> str:
-    if not report.seconds:
+    if not report.tokens_per_second:
         return NONE
     return _span(report.target_tokens / report.seconds_unhidden, report.tokens_per_second, short_count)
 

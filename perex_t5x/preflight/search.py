@@ -155,7 +155,8 @@ def changes(trainer: Trainer, examples: int, target: CompileTarget) -> Iterator[
     """One at a time: microbatches x2, x4, ...; remat; FSDP; a larger slice. Then together, on larger slices, too."""
     here = [f"Trainer.num_microbatches = {n}" for n in _microbatches(trainer, examples)]
     others = []
-    if trainer.model.config.remat_policy != "full":
+    config = getattr(trainer.model, "config", None)  # a model of one's own may have none
+    if getattr(config, "remat_policy", "full") != "full":
         others.append(_REMAT)
     if not trainer.partitioner.shards_parameters_over_data and trainer.partitioner.mesh.shape["data"] > 1:
         others.append(_FSDP)

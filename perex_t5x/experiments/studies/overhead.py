@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,14 +18,15 @@ from perex_t5x.experiments.sweep.plan import Plan
 from perex_t5x.experiments.sweep.runs import Run
 from perex_t5x.files import write_atomically
 
+if TYPE_CHECKING:
+    from perex_t5x.bench import TimedStep
+
 FILE = "overhead.json"
 _PAPER = "For a transformer of 1.2 billion parameters about 17 % more compute, and no increase of peak memory."
-_SECONDS = 0.2  # of steps in one turn, about
-_BATCHES = 4
 
 
 def measure(plan: Plan, folder: str, quick: bool) -> None:
-    """Times the step of every configuration, all of one model in turns; what is measured already stays."""
+    """Times the step of every configuration, all of one model in turns; earlier measurements are kept."""
     path = os.path.join(folder, FILE)
     known = _read(path)
     wanted = {run.name: run for run in plan.runs if run.seed == plan.runs[0].seed}
@@ -53,68 +53,31 @@ def _read(path: str) -> dict[str, Any]:
         return {}
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
-
-
 def time_steps(runs: Sequence[Run], folder: str, turns: int) -> dict[str, dict[str, Any]]:
     """Name -> seconds of a step in each turn, bytes that the compiled step needs besides its arguments and results."""
-    steps = [_Step(run, folder) for run in runs]
-    seconds: dict[str, list[float]] = {run.name: [] for run in runs}
-    for step in steps:
+    from perex_t5x.bench import in_turns
+
+    steps = {run.name: _timed_step(run, folder) for run in runs}
+    for step in steps.values():
         step.warm_up()
-    for turn in range(turns):
-        # Whoever goes first may find a cooler machine: they take turns in that, too.
-        for step in steps[:: 1 if turn % 2 else -1]:
-            seconds[step.name].append(step.seconds())
+    seconds = in_turns({name: step.seconds for name, step in steps.items()}, turns)
     return {
-        step.name: {"seconds": seconds[step.name], "temp_bytes": step.temp_bytes, "values": dict(run.values)}
-        for step, run in zip(steps, runs, strict=True)
+        run.name: {"seconds": seconds[run.name], "temp_bytes": steps[run.name].temp_bytes, "values": dict(run.values)}
+        for run in runs
     }
 
 
-class _Step:
-    """A compiled step with its state and some batches."""
+def _timed_step(run: Run, folder: str) -> TimedStep:
+    from perex_t5x.bench import TimedStep
+    from perex_t5x.experiments.sweep import configuration
+    from perex_t5x.experiments.sweep.program import parsed_arguments
 
-    def __init__(self, run: Run, folder: str):
-        import jax
-
-        from perex_t5x.data.feed import make_feed
-        from perex_t5x.experiments.sweep import configuration
-        from perex_t5x.experiments.sweep.program import parsed_arguments
-
-        self.name = run.name
-        with configuration.quiet():
-            # Gin's configuration is read while tracing: all of this before the next one is parsed.
-            configuration.parse(run.files, run.bindings, run.search_paths, run.folder(folder))
-            arguments = parsed_arguments()
-            trainer = arguments["trainer_cls"](model=arguments["model"], partitioner=arguments["partitioner"])
-            feed = make_feed(arguments["train_dataset_cfg"], arguments["model"].FEATURE_CONVERTER_CLS())
-            spec = feed.element_spec
-            input_shapes = {name: s.shape for name, s in spec.items()}
-            shapes, shardings, _ = trainer.abstract_state(input_shapes)
-            self._step = trainer.compiled_step(shapes, shardings, spec)
-            init = jax.jit(lambda key: trainer.init_state(key, input_shapes), out_shardings=shardings)
-            self._state = init(jax.random.key(run.seed))
-        sharding = dict.fromkeys(spec, trainer.partitioner.data_sharding)
-        self._batches = [feed.batch(i, sharding) for i in range(_BATCHES)]
-        memory = self._step.memory_analysis()
-        self.temp_bytes = int(memory.temp_size_in_bytes) if memory is not None else None
-        self._count = 1
-
-    def warm_up(self) -> None:
-        """Also finds out how many steps make a turn."""
-        self.seconds()
-        self._count = max(2, round(_SECONDS / min(self.seconds() for _ in range(3))))
-
-    def seconds(self) -> float:
-        """Of one step, as a mean over a turn."""
-        import jax
-
-        begun = time.monotonic()
-        for i in range(self._count):
-            self._state, _ = self._step(self._state, self._batches[i % _BATCHES])
-        jax.block_until_ready(self._state)
-        return (time.monotonic() - begun) / self._count
+    with configuration.quiet():
+        # Gin's configuration is read while tracing: all of this before the next one is parsed.
+        configuration.parse(run.files, run.bindings, run.search_paths, run.folder(folder))
+        arguments = parsed_arguments()
+        trainer = arguments["trainer_cls"](model=arguments["model"], partitioner=arguments["partitioner"])
+        return TimedStep(trainer, arguments["train_dataset_cfg"], run.seed)
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------

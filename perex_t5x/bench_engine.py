@@ -1,30 +1,22 @@
-"""What do per-example statistics cost? Plain gradient, loop, vmap, `optax.microbatching.micro_grad`, surgery; in turns.
-
-    python -m perex_t5x.per_example.bench                       # the decoder of the documentation, scanned and unrolled
-    python -m perex_t5x.per_example.bench --model=mlp --rounds=9
-
-Mean and mean square (the plain gradient: the mean alone); `two passes` is surgery with clip_norm. Every program is timed
-all at once and at the microbatch size that is best for it, the plain gradient too. All programs take turns within a round;
-times are medians over rounds, with the spread (quartiles), as ratios to the plain gradient all at once and at its best.
-Temporary memory is the compiler's.
-"""
+"""Wall-clock time of the per-example engine beside its alternatives: `python -m perex_t5x.bench --engine=...`"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import statistics
-import time
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
 
-from perex_t5x.per_example.grad_statistics import grad_statistics
-
-FLAGS = flags.FLAGS
+from perex_t5x.bench import in_turns, temp_bytes
+from perex_t5x.errors import ConfigError, did_you_mean
+from perex_t5x.per_example import grad_statistics
+from perex_t5x.train import timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +31,7 @@ class Size:
     examples: int = 16
 
 
-def decoder(size: Size, scanned: bool) -> tuple[Callable[..., Any], Any, Any]:
+def _decoder(size: Size, scanned: bool) -> tuple[Callable[..., Any], Any, Any]:
     """A pre-norm decoder in plain JAX, with rematerialised layers where scanned."""
     keys = jax.random.split(jax.random.key(0), 8)
     d, f, n = size.width, size.mlp, size.layers
@@ -87,8 +79,8 @@ def decoder(size: Size, scanned: bool) -> tuple[Callable[..., Any], Any, Any]:
     return loss, params, ids
 
 
-def mlp(size: Size) -> tuple[Callable[..., Any], Any, Any]:
-    """Dense layers without a sequence axis: the factored form."""
+def _mlp(size: Size) -> tuple[Callable[..., Any], Any, Any]:
+    """Dense layers without a sequence axis, whose statistics factor."""
     keys = jax.random.split(jax.random.key(0), size.layers + 1)
     d = 2 * size.width
     params = [jax.random.normal(k, (d, d)) * d**-0.5 for k in keys[1:]]
@@ -101,7 +93,7 @@ def mlp(size: Size) -> tuple[Callable[..., Any], Any, Any]:
     return loss, params, jax.random.normal(keys[0], (8 * size.examples, d))
 
 
-def programs(loss: Callable[..., Any], examples: int) -> dict[str, Callable[[int | None], Callable[..., Any]]]:
+def _programs(loss: Callable[..., Any], examples: int) -> dict[str, Callable[[int | None], Callable[..., Any]]]:
     """Name -> function from a microbatch size to the program."""
     from optax import microbatching
 
@@ -143,31 +135,69 @@ def programs(loss: Callable[..., Any], examples: int) -> dict[str, Callable[[int
     }
 
 
-def measure(
+MODELS: dict[str, Callable[[Size], tuple[Callable[..., Any], Any, Any]]] = {
+    "scanned": lambda size: _decoder(size, scanned=True),
+    "unrolled": lambda size: _decoder(size, scanned=False),
+    "mlp": _mlp,
+}
+
+
+def benchmark_engine(
+    models: Sequence[str],
+    rounds: int = 5,
+    microbatches: Sequence[str] = ("1", "4"),
+    examples: int = 16,
+    layers: int = 4,
+) -> list[dict[str, Any]]:
+    """Times the engine and its alternatives on some of `MODELS`; prints one JSON line for each.
+
+    Args:
+      models: names.
+      rounds: in which all programs take turns.
+      microbatches: sizes to try besides all examples at once; those that do not divide the batch are skipped.
+      examples, layers: of the model.
+    """
+    for name in models:
+        if name not in MODELS:
+            known = ", ".join(MODELS)
+            raise ConfigError(f"--engine={name}: not one of {known}.{did_you_mean(name, MODELS)}")
+    results = []
+    for name in models:
+        loss, params, batch = MODELS[name](Size(examples=examples, layers=layers))
+        sizes = [int(size) for size in microbatches if batch.shape[0] % int(size) == 0]
+        results.append(measure_engine(name, loss, params, batch, sizes, rounds))
+        print(json.dumps(results[-1]), flush=True)
+        for program, row in results[-1]["programs"].items():
+            whole = "time {time_all_at_once:.2f}  temp {temp_all_at_once:.2f}  compile {compile:.2f}".format(**row)
+            best = "time {time_at_best:.2f}  temp {temp_at_best:.2f}".format(**row)
+            line = f"  {name:9} {program:11} all at once: {whole}   at its best ({row['best_microbatch']}): {best}"
+            print(line, file=sys.stderr, flush=True)
+    return results
+
+
+def measure_engine(
     name: str, loss: Callable[..., Any], params: Any, batch: Any, sizes: Sequence[int], rounds: int
 ) -> dict[str, Any]:
     """Times every program at every microbatch size; returns one row per program."""
     examples = batch.shape[0]
     compiled: dict[tuple[str, int | None], Any] = {}
     compile_seconds: dict[tuple[str, int | None], float] = {}
-    for program, make in programs(loss, examples).items():
+    for program, make in _programs(loss, examples).items():
         for micro in (None,) if program == "loop" else (None, *sizes):
-            begun = time.perf_counter()
-            compiled[program, micro] = jax.jit(make(micro)).lower(params, batch).compile()
-            compile_seconds[program, micro] = time.perf_counter() - begun
-    times: dict[tuple[str, int | None], list[float]] = {key: [] for key in compiled}
-    for i in range(rounds + 1):
-        for key in list(compiled)[:: 1 if i % 2 else -1]:
-            begun = time.perf_counter()
-            jax.block_until_ready(compiled[key](params, batch))
-            if i:  # the first round warms up
-                times[key].append(time.perf_counter() - begun)
+            lowered = jax.jit(make(micro)).lower
+            compiled[program, micro], compile_seconds[program, micro] = timed(
+                lambda lowered=lowered: lowered(params, batch).compile()
+            )
+
+    def seconds(key: tuple[str, int | None]) -> float:
+        return timed(lambda: jax.block_until_ready(compiled[key](params, batch)))[1]
+
+    measures = {key: functools.partial(seconds, key) for key in compiled}
+    in_turns(measures, 1)  # warm up
+    times = in_turns(measures, rounds)
     median = {key: statistics.median(t) for key, t in times.items()}
     best = {p: min((k for k in median if k[0] == p), key=median.get) for p in {k[0] for k in median}}
-
-    def temp(key: Any) -> int:
-        return compiled[key].memory_analysis().temp_size_in_bytes
-
+    temp = {key: temp_bytes(program) for key, program in compiled.items()}
     rows = {}
     for program in dict.fromkeys(k[0] for k in compiled):
         whole, fastest = (program, None), best[program]
@@ -175,41 +205,11 @@ def measure(
         rows[program] = {
             "time_all_at_once": median[whole] / median["plain", None],
             "spread_all_at_once": [q / median["plain", None] for q in (quartiles[0], quartiles[2])],
-            "temp_all_at_once": temp(whole) / temp(("plain", None)),
+            "temp_all_at_once": temp[whole] / temp["plain", None],
             "best_microbatch": fastest[1],
             "time_at_best": median[fastest] / median[best["plain"]],
-            "temp_at_best": temp(fastest) / temp(best["plain"]),
+            "temp_at_best": temp[fastest] / temp[best["plain"]],
             "compile": compile_seconds[whole] / compile_seconds["plain", None],
             "seconds_all_at_once": median[whole],
         }
     return {"model": name, "examples": examples, "rounds": rounds, "programs": rows}
-
-
-def main(_: Sequence[str]) -> None:
-    size = Size(examples=FLAGS.examples, layers=FLAGS.layers)
-    models = {
-        "scanned": lambda: decoder(size, True),
-        "unrolled": lambda: decoder(size, False),
-        "mlp": lambda: mlp(size),
-    }
-    for name in FLAGS.model or models:
-        loss, params, batch = models[name]()
-        sizes = [int(s) for s in FLAGS.microbatches if batch.shape[0] % int(s) == 0]
-        result = measure(name, loss, params, batch, sizes, FLAGS.rounds)
-        print(json.dumps(result), flush=True)
-        for program, row in result["programs"].items():
-            whole = "time {time_all_at_once:.2f}  temp {temp_all_at_once:.2f}  compile {compile:.2f}".format(**row)
-            best = "time {time_at_best:.2f}  temp {temp_at_best:.2f}".format(**row)
-            print(
-                f"  {name:9} {program:11} all at once: {whole}   at its best ({row['best_microbatch']}): {best}",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    flags.DEFINE_multi_enum("model", [], ["scanned", "unrolled", "mlp"], "What to measure; all by default.")
-    flags.DEFINE_integer("rounds", 5, "Rounds in which all programs take turns.")
-    flags.DEFINE_list("microbatches", ["1", "4"], "Microbatch sizes to try, besides all at once.")
-    flags.DEFINE_integer("examples", 16, "Examples of the decoder's batch.")
-    flags.DEFINE_integer("layers", 4, "Layers.")
-    app.run(main)
