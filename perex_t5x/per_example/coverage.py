@@ -1,4 +1,4 @@
-"""Which form each parameter's gradient gets, before anything is run."""
+"""Which reduction each parameter's gradient gets, before anything is run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from perex_t5x.per_example.engine.arguments import Selected
+from perex_t5x.per_example.engine.request import Selected
 from perex_t5x.per_example.grad_statistics import grad_statistics
 from perex_t5x.per_example.kernels.dispatch import NOT_FOR_TPUS
 
@@ -18,19 +18,24 @@ class Row:
     """One parameter.
 
     Attributes:
-      form: see `perex_t5x.per_example.reductions.reducer`.
-      transient_bytes: of gradients held while it is reduced.
-      note: why it is not a better form.
-      kernel: why TPUs have XLA's form and not the kernel; '' where they have the kernel, None where there is none.
+      reduction: see the table in `perex_t5x.per_example.reductions.reducer`.
+      transient_bytes: of gradients that are materialised while it is reduced.
+      note: why it is not a better reduction.
+      kernel: why TPUs use XLA's loop and not the kernel; '' where they use the kernel, None where there is no kernel.
     """
 
     parameter: str
     shape: tuple[int, ...]
-    form: str
+    reduction: str
     exact: bool
     transient_bytes: int
     note: str
     kernel: str | None = None
+
+    @property
+    def form(self) -> str:
+        """`reduction`, under its earlier name."""
+        return self.reduction
 
 
 def kernel_cell(kernel: str | None) -> str:
@@ -47,20 +52,20 @@ class Coverage(tuple):
     Attributes:
       microbatch_sizes: examples at a time, by platform.
       passes: 2 where clipping or skipping needs every gradient's norm before the first sum.
-      norm_forms: parameter -> form in the first of two passes.
+      norm_reductions: parameter -> reduction in the first of two passes.
     """
 
     microbatch_sizes: dict[str, int]
     passes: int
-    norm_forms: dict[str, str]
+    norm_reductions: dict[str, str]
 
     def __str__(self) -> str:
-        header = ("parameter", "shape", "form", "exact", "transient bytes", "kernel", "note")
+        header = ("parameter", "shape", "reduction", "exact", "transient bytes", "kernel", "note")
         cells = [header] + [
             (
                 r.parameter,
                 str(r.shape),
-                r.form,
+                r.reduction,
                 "yes" if r.exact else "no",
                 f"{r.transient_bytes:,}",
                 kernel_cell(r.kernel),
@@ -76,28 +81,29 @@ class Coverage(tuple):
         sizes = f"{sizes}, else {self.microbatch_sizes['default']}" if sizes else str(self.microbatch_sizes["default"])
         footer = [f"examples at a time: {sizes}"]
         if self.passes == 2:
-            forms = ", ".join(sorted(set(self.norm_forms.values())))
-            footer.append(f"two passes: losses and backward passes are run twice, first for the norms ({forms})")
+            names = ", ".join(sorted(set(self.norm_reductions.values())))
+            footer.append(f"two passes: losses and backward passes are run twice, first for the norms ({names})")
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", *footer])
 
 
 def coverage(
     loss_fn: Callable[..., Any], *arguments: Any, statistics: Any = ("mean", "mean_square"), **options: Any
 ) -> Coverage:
-    """Which form `grad_statistics(loss_fn, statistics, **options)` uses for each parameter of these arguments.
+    """Which reduction `grad_statistics(loss_fn, statistics, **options)` uses for each parameter of these arguments.
 
     >>> rows = coverage(lambda w, x: jnp.sum(jnp.tanh(x @ w)), jnp.ones((3, 2)), jnp.ones((4, 3)))
-    >>> rows[0].form
+    >>> rows[0].reduction
     'factored'
     """
     compute = grad_statistics(loss_fn, statistics, **options)
-    account = compute.account(*arguments)
+    how = compute.trace(*arguments)
     selected = Selected.make(arguments, compute.options.roles, compute.options.parameters)
     table = Coverage(
-        Row(name, jnp.shape(leaf), r.form, True, r.transient_bytes, r.note, r.kernel)
-        for name, leaf, r in zip(selected.names, selected.leaves(arguments), account.forms, strict=True)
+        Row(name, jnp.shape(leaf), r.reduction, True, r.transient_bytes, r.note, r.kernel)
+        for name, leaf, r in zip(selected.names, selected.leaves(arguments), how.reductions, strict=True)
     )
-    table.microbatch_sizes = account.microbatch_sizes
+    table.microbatch_sizes = how.microbatch_sizes
     table.passes = compute.options.passes
-    table.norm_forms = {n: r.form for n, r in zip(selected.names, account.norm_forms or (), strict=False)}
+    norm_reductions = zip(selected.names, how.norm_reductions or (), strict=False)
+    table.norm_reductions = {name: r.reduction for name, r in norm_reductions}
     return table

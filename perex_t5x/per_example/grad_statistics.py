@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from perex_t5x.per_example.engine.accumulate import Account, accumulate, finish
-from perex_t5x.per_example.engine.arguments import Roles, parameter_filter
+from perex_t5x.per_example.engine.accumulate import ReductionTrace, accumulate, automatic_sizes, finish
 from perex_t5x.per_example.engine.references import METHODS
-from perex_t5x.per_example.engine.request import Call, Inputs, Options
+from perex_t5x.per_example.engine.request import Inputs, Options, Request, Roles, parameter_filter
 from perex_t5x.per_example.results import GradStatistics, PerExample
 from perex_t5x.per_example.statistic import Statistic, canonical
 
@@ -62,7 +61,7 @@ def grad_statistics(
       argnums, batch_argnums: what is differentiated, and what has an axis of examples.
       has_aux: whether the loss returns (loss, aux).
       group_size: b consecutive examples form one unit.
-      microbatch_size: examples at a time; None: all; 'auto': see `perex_t5x.per_example.engine.microbatch`.
+      microbatch_size: examples at a time; None: all; 'auto': see `perex_t5x.per_example.engine.accumulate`.
         Changes no number beyond rounding.
       unit: 'example'; or 'token': one application position of a weight (`perex_t5x.per_example.reductions.tokens`).
       token_fallback: with unit='token', take the example as the unit where a parameter has no positions; else an error.
@@ -165,7 +164,7 @@ class Compute:
     _sizes: dict[Any, dict[str, int]] = dataclasses.field(default_factory=dict)
 
     def __call__(
-        self, *arguments: Any, weights: jax.Array | None = None, first_index: Any = 0, shift: Any = None
+        self, *arguments: Any, weights: jax.Array | None = None, first_index: Any = 0
     ) -> tuple[GradStatistics, PerExample]:
         """The statistics for these arguments of the loss.
 
@@ -173,40 +172,39 @@ class Compute:
           weights: one per example, outside φ; 0 leaves an example out. Within a group, h_j is the weighted mean and w_j
             the mean of its weights.
           first_index: of the batch's first example in the global batch; example i's key is fold_in(key, first_index + i).
-            With `data_axes` the devices' parts are counted by itself.
-          shift: a tree like the parameters, near the mean gradient (that of an earlier step): mean and mean square are
-            accumulated as those of g − shift, so that the variance keeps its digits where |μ| is much larger than σ.
+            With `data_axes` the devices' parts are counted automatically.
         """
-        return self._run(arguments, weights, first_index, shift)[:2]
+        return self._run(arguments, weights, first_index)[:2]
 
-    def account(self, *arguments: Any) -> Account:
+    def trace(self, *arguments: Any) -> ReductionTrace:
         """How these arguments (or their shapes) are computed; nothing is run."""
-        seen: list[Account] = []
-        jax.eval_shape(lambda *traced: seen.append(self._run(traced, None, 0, None)[2]), *arguments)
+        seen: list[ReductionTrace] = []
+        jax.eval_shape(lambda *traced: seen.append(self._run(traced, None, 0)[2]), *arguments)
         return seen[0]
 
-    def _run(self, arguments: tuple[Any, ...], weights: Any, first_index: Any, shift: Any) -> Any:
-        call = Call.make(self.loss_fn, self.options, arguments, weights, first_index, shift)
+    def _run(self, arguments: tuple[Any, ...], weights: Any, first_index: Any) -> Any:
+        request = Request.make(self.loss_fn, self.options, arguments, weights, first_index)
         if self.options.microbatch_size != "auto":
-            return finish(call, *accumulate(call, call.inputs, call.microbatch))
-        key = call.shapes()
+            return finish(request, *accumulate(request, request.inputs, request.microbatch))
+        key = request.shapes()
         if key not in self._sizes:
-            self._sizes[key] = call.automatic_sizes()
+            self._sizes[key] = automatic_sizes(request)
             _log.info("microbatch_size='auto': examples at a time: %s", self._sizes[key])
         sizes = self._sizes[key]
-        forms: list[Any] = []
+        traces: list[ReductionTrace] = []
 
         def at(platform: str) -> Callable[..., Any]:
             def run(inputs: Inputs) -> Any:
-                *results, account = accumulate(call, inputs, sizes[platform] // self.options.group_size)
-                forms.append(account)
+                *results, how = accumulate(request, inputs, sizes[platform] // self.options.group_size)
+                traces.append(how)
                 return tuple(results)
 
             return run
 
+        # The platform is known when the program is lowered, not here: each has a program of its own, unless all agree.
         if len(set(sizes.values())) == 1:
-            results = at("cpu")(call.inputs)
+            results = at("cpu")(request.inputs)
         else:
             by_platform = {name: at(name) for name in sizes}
-            results = jax.lax.platform_dependent(call.inputs, **by_platform)
-        return finish(call, *results, dataclasses.replace(forms[-1], microbatch_sizes=sizes))
+            results = jax.lax.platform_dependent(request.inputs, **by_platform)
+        return finish(request, *results, dataclasses.replace(traces[-1], microbatch_sizes=sizes))

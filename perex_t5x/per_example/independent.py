@@ -15,15 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from perex_t5x.per_example.engine import jaxprs
-from perex_t5x.per_example.engine.arguments import Roles, num_examples
-
-# What a sum over examples may pass through on its way to the loss: linear, or moving elements.
-_LINEAR = {
-    "add", "add_any", "sub", "neg", "reduce_sum", "convert_element_type", "reshape", "squeeze", "transpose", "copy",
-    "copy_p", "broadcast_in_dim", "slice", "concatenate", "pad", "expand_dims", "reduce_precision", "stop_gradient",
-}  # fmt: skip
-_LINEAR_BY_SHARED = {"mul", "div", "dot_general", "select_n"}  # the other operand must not depend on examples
+from perex_t5x.per_example.engine import jaxprs, primitives
+from perex_t5x.per_example.engine.request import Roles, num_examples
 
 
 def check_independent(
@@ -72,8 +65,8 @@ def check_independent(
         return value.reshape(())
 
     compared = _compare(loss, arguments, roles, count)
-    found = _difference(compared, count, reduction, rtol)
-    if not found:
+    difference = _difference(compared, count, reduction, rtol)
+    if not difference:
         return
     opposite = "sum" if reduction == "mean" else "mean"
     if not _difference(compared, count, opposite, rtol):
@@ -84,7 +77,7 @@ def check_independent(
     culprit = _culprit(loss, arguments, roles, other)
     where = f" Examples first meet in {culprit}." if culprit else ""
     raise ValueError(
-        f"the loss mixes examples: {found}, assuming reduction={reduction!r}.{where} Its per-example gradients are not "
+        f"the loss mixes examples: {difference}, assuming reduction={reduction!r}.{where} Its per-example gradients are not "
         "those of the batch loss. Statistics taken over the batch (BatchNorm, contrastive terms, a normaliser) must become "
         "arguments that are computed before and held constant, or belong to one example."
     )
@@ -195,12 +188,12 @@ def _culprit(loss: Callable[..., Any], arguments: tuple[Any, ...], roles: Roles,
         for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
         for depends in [i in roles.batch_argnums]
     ]
-    found: list[tuple[core.JaxprEqn, ...]] = []
+    culprits: list[tuple[core.JaxprEqn, ...]] = []
     calls: list[core.JaxprEqn] = []
 
     def rule(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
         inputs = [x if isinstance(x, _Value) else _Value(x, x) for x in inputs]
-        if body := jaxprs._INLINED.get(eqn.primitive.name):
+        if body := primitives.INLINED_CALLS.get(eqn.primitive.name):
             inner = jaxprs.closed(eqn.params[body])
             calls.insert(0, eqn)
             results = jaxprs.evaluate(inner.jaxpr, inner.consts, inputs, rule)
@@ -208,7 +201,7 @@ def _culprit(loss: Callable[..., Any], arguments: tuple[Any, ...], roles: Roles,
             return results
         mixed = next((x.mixed_in for x in inputs if x.mixed_in is not None), None)
         if mixed is not None and not _only_summed(eqn, inputs):
-            found.append(mixed)
+            culprits.append(mixed)
             raise _Found
         given = jaxprs.bind(eqn, [x.given for x in inputs])
         new = jaxprs.bind(eqn, [x.exchanged for x in inputs])
@@ -219,7 +212,7 @@ def _culprit(loss: Callable[..., Any], arguments: tuple[Any, ...], roles: Roles,
             if depends and mixed is None and not _in_one_row(a, b, count):
                 here = (eqn, *calls)
                 if "jaxpr" in eqn.params:  # a loop: what happens inside is not looked at
-                    found.append(here)
+                    culprits.append(here)
                     raise _Found
             results.append(_Value(a, b, depends, here))
         return results
@@ -227,17 +220,17 @@ def _culprit(loss: Callable[..., Any], arguments: tuple[Any, ...], roles: Roles,
     try:
         jaxprs.evaluate(program.jaxpr, program.consts, values, rule)
     except _Found:
-        return _describe(found[0])
+        return _describe(culprits[0])
     return ""
 
 
 def _only_summed(eqn: core.JaxprEqn, inputs: Sequence[_Value]) -> bool:
     name = eqn.primitive.name
-    if name in _LINEAR:
+    if name in primitives.LINEAR:
         return all(x.mixed_in is not None or not x.depends for x in inputs)
     if name == "div":
         return not inputs[1].depends
-    return name in _LINEAR_BY_SHARED and sum(x.depends for x in inputs) == 1
+    return name in primitives.LINEAR_BY_SHARED and sum(x.depends for x in inputs) == 1
 
 
 def _in_one_row(a: Any, b: Any, count: int) -> bool:

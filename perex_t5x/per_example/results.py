@@ -26,7 +26,6 @@ class GradStatistics:
       weight_sum, weight_square_sum: Σ w and Σ w² over the examples.
       group_size: b.
       group_noise: Σ_j (Σ w² / Σ w over the examples of group j); None: weights are equal within groups, so Σ w / b.
-      centered: where a shift was given, mean and mean square of g − shift, and the shift; else None.
     """
 
     averages: dict[str, Any]
@@ -36,13 +35,12 @@ class GradStatistics:
     weight_square_sum: jax.Array
     group_size: int = dataclasses.field(default=1, metadata={"static": True})
     group_noise: jax.Array | None = None
-    centered: dict[str, Any] | None = None
 
     def __getitem__(self, statistic: str | Statistic) -> Any:
         name = name_of(statistic)
         if name not in self.averages:
             raise KeyError(
-                f"no statistic {name!r} here; computed were {', '.join(self.averages)}. Name it in "
+                f"no statistic {name!r} here; these were computed: {', '.join(self.averages)}. Name it in "
                 "grad_statistics(..., statistics=(...))."
             )
         return self.averages[name]
@@ -80,7 +78,7 @@ class GradStatistics:
         """Unbiased variance of one example's gradient, not clamped: (q − ḡ²) · `variance_factor`.
 
         With a single group: an error where that is known, NaN where traced. In float32, q − ḡ² loses all its digits at
-        |μ|/σ ≈ 10⁴; with a shift near ḡ it does not.
+        |μ|/σ ≈ 10⁴.
         """
         if not isinstance(self.num_groups, jax.core.Tracer) and self.num_groups < 2:
             raise ValueError(
@@ -92,10 +90,7 @@ class GradStatistics:
 
     def central_square(self) -> Any:
         """q − ḡ², the mean square of h_j − ḡ; not clamped."""
-        source = self.averages if self.centered is None else self.centered
-        if "mean_square" not in source or "mean" not in source:
-            source = {"mean": self.mean, "mean_square": self.mean_square}  # names what is missing
-        return jax.tree.map(lambda q, m: q - jnp.square(m), source["mean_square"], source["mean"])
+        return jax.tree.map(lambda q, m: q - jnp.square(m), self.mean_square, self.mean)
 
     def variance(self) -> Any:
         """`raw_variance`, clamped at 0 where rounding made it negative; see `variance_clamps`."""
@@ -152,32 +147,7 @@ class GradStatistics:
             a.weight_square_sum + b.weight_square_sum,
             a.group_size,
             a._group_noise() + b._group_noise(),
-            _merge_centered(a, b, share),
         )
-
-
-def unshifted(centered: dict[str, Any], shift: Any) -> dict[str, Any]:
-    """Mean and mean square of g from those of g − s: ḡ = m + s, q = v + 2 s m + s²."""
-    found = {}
-    if "mean" in centered:
-        found["mean"] = jax.tree.map(jnp.add, centered["mean"], shift)
-    if "mean_square" in centered and "mean" in centered:
-        found["mean_square"] = jax.tree.map(
-            lambda v, m, s: v + 2.0 * s * m + jnp.square(s), centered["mean_square"], centered["mean"], shift
-        )
-    return found
-
-
-def _merge_centered(a: GradStatistics, b: GradStatistics, share: jax.Array) -> dict[str, Any] | None:
-    """b's centred averages are moved to a's shift first."""
-    if a.centered is None or b.centered is None:
-        return None
-    move = jax.tree.map(jnp.subtract, b.centered["shift"], a.centered["shift"])
-    moved = unshifted(b.centered, move)
-    merged = {
-        name: jax.tree.map(lambda x, y: share * x + (1.0 - share) * y, a.centered[name], moved[name]) for name in moved
-    }
-    return {**merged, "shift": a.centered["shift"]}
 
 
 @jax.tree_util.register_dataclass

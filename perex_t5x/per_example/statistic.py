@@ -137,9 +137,6 @@ def union(*needs: Iterable[str | Statistic]) -> tuple[str | Statistic, ...]:
     return tuple(together.values())
 
 
-SHIFTABLE = ("mean", "mean_square")  # what a shifted accumulator takes of g − shift
-
-
 def canonical(statistics: str | Statistic | Iterable[str | Statistic]) -> tuple[Statistic, ...]:
     """Accepts names and objects; returns objects with distinct names.
 

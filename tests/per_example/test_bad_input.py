@@ -139,7 +139,7 @@ def test_weights_of_a_wrong_shape(weights, options, message):
 
 
 def solved(params, x):
-    """The gradient of `w` comes out of `triangular_solve`, which has no form of its own."""
+    """The gradient of `w` comes out of `triangular_solve`, which has no reduction of its own."""
     lower = jnp.eye(5) + jnp.tril(jnp.ones((5, 5)))
     return jnp.sum(jnp.sin(x @ jax.scipy.linalg.solve_triangular(lower, params["layer"]["w"], lower=True)))
 
@@ -147,11 +147,15 @@ def solved(params, x):
 def test_strict_names_the_parameter_and_the_reason():
     params = {"layer": {"w": W}}
     table = per_example.coverage(solved, params, X)
-    assert table[0].form == "kept"
+    assert table[0].reduction == table[0].form == "materialised"
     with pytest.raises(ValueError) as caught:
         compute(solved, (params, X), strict=True)
     message = str(caught.value)
-    assert "parameter layer/w " in message and table[0].note in message and f"{table[0].transient_bytes:,}" in message
+    assert message == (
+        "strict=True: per-example gradients of 'layer/w' would have to be materialised "
+        f"({table[0].transient_bytes:,} bytes) because triangular_solve produces them. strict=False allows it; results stay exact."
+    )
+    assert table[0].note in message
     compute(solved, (params, X))  # and without it there is no error
 
 

@@ -66,7 +66,7 @@ def test_what_is_held_is_said():
     wide, x = normal(0, 3, 32, 32), normal(1, 16, 4, 32)
     table = per_example.coverage(AFTER["regularised"], wide, x, strict=True)
     assert table[0].transient_bytes == 32 * 32 * 4
-    with pytest.raises(ValueError, match="is made of what comes out of `scan`, so it would be held for all examples"):
+    with pytest.raises(ValueError, match="have to be materialised .* because they are made from results of scan"):
         per_example.coverage(lambda p, x: layers(p, x) + layers(p, x[:, :2]), wide, x, strict=True)
 
 
@@ -186,23 +186,10 @@ def test_a_weight_used_many_times():
             x = x + 1e-3 * jnp.sin(x @ p + i)
         return jnp.sum(x)
 
-    assert per_example.coverage(loss, W, X)[0].form in ("one at a time", "all at once")
+    assert per_example.coverage(loss, W, X)[0].reduction in ("one at a time", "all at once")
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
-
-
-def test_shifts_are_checked():
-    compute = per_example.grad_statistics(lambda p, x: jnp.sum(x @ p["w"]), ("mean", "mean_square"))
-    params = {"w": W, "none": None}
-    stats, _ = compute(params, X, shift={"w": jnp.ones((4, 4)), "none": None})
-    np.testing.assert_allclose(stats.mean_square["w"], compute(params, X)[0].mean_square["w"], rtol=1e-5)
-    with pytest.raises(ValueError, match=r"shift has shape \(4,\) for parameter w of shape \(4, 4\)"):
-        compute(params, X, shift={"w": jnp.ones(4), "none": None})
-    with pytest.raises(ValueError, match="shift does not have the parameters' structure"):
-        compute(params, X, shift={"v": jnp.ones((4, 4))})
-    with pytest.raises(ValueError, match="shift needs the statistics mean and mean_square: ask for both"):
-        per_example.grad_statistics(lambda p, x: jnp.sum(x @ p), "mean_square")(W, X, shift=W)
 
 
 def test_aux_of_an_example_that_is_left_out_of_its_group():
@@ -230,14 +217,14 @@ def test_shard_map_inside_the_loss():
         return jnp.sum(y**2)
 
     params = {"w": normal(0, 4, 8), "v": normal(1, 8, 4), "b": normal(2, 4)}
-    forms = {row.parameter: row.form for row in per_example.coverage(loss, params, X)}
-    assert forms["w"] == forms["v"] == "one at a time"
+    reductions = {row.parameter: row.reduction for row in per_example.coverage(loss, params, X)}
+    assert reductions["w"] == reductions["v"] == "one at a time"
     same(loss, params, X)
     weights = jnp.array([1.0, 0.0, 2.0, 1.0, 0.5, 1.0])
     for clip in (None, 0.5):
         found = [
             per_example.grad_statistics(loss, SOME, method=m, clip_norm=clip, microbatch_size=3, norms=True)(
-                params, X, weights=weights, shift=params
+                params, X, weights=weights
             )
             for m in ("surgery", "loop")
         ]

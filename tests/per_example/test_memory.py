@@ -63,10 +63,10 @@ def test_nothing_is_larger_than_in_the_plain_program(scanned, remat, tied):
 def test_coverage_names_the_forms():
     loss, params, batch = decoder(True, "full", False)
     rows = {row.parameter: row for row in per_example.coverage(loss, params, batch)}
-    assert rows["token_embedder/embedding"].form == "sparse"
-    assert rows["decoder/layers/mlp/wi_0/kernel"].form == "one at a time"
+    assert rows["token_embedder/embedding"].reduction == "sparse"
+    assert rows["decoder/layers/mlp/wi_0/kernel"].reduction == "one at a time"
     assert rows["decoder/layers/mlp/wi_0/kernel"].transient_bytes == 4 * 64 * 256  # one example's, of one layer
-    assert rows["decoder/decoder_norm/scale"].form == "all at once"
-    assert "kept" not in {row.form for row in rows.values()}
+    assert rows["decoder/decoder_norm/scale"].reduction == "all at once"
+    assert "materialised" not in {row.reduction for row in rows.values()}
     text = str(per_example.coverage(loss, params, batch))
-    assert text.splitlines()[0].split() == ["parameter", "shape", "form", "exact", "transient", "bytes", "note"]
+    assert text.splitlines()[0].split() == ["parameter", "shape", "reduction", "exact", "transient", "bytes", "note"]

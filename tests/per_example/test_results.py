@@ -160,23 +160,6 @@ def test_the_limit_of_float32():
     assert errors[1e4] > 0.5
 
 
-@pytest.mark.parametrize("ratio", [1e4, 1e6])
-def test_a_shift_keeps_the_digits(ratio):
-    """Accumulated as g − shift, the variance is good where q − ḡ² has nothing left."""
-    batch = draws(16, mu=ratio, sigma=1.0)
-    shift = jax.tree.map(lambda x: jnp.full(x.shape[1:], ratio * (1 + 1e-5)), batch)
-    stats, _ = per_example.grad_statistics(linear, microbatch_size=4)(P, batch, shift=shift)
-    x = rows(batch)
-    np.testing.assert_allclose(flat(stats.variance()), x.var(axis=0, ddof=1), rtol=3e-5 if ratio < 1e5 else 3e-2)
-    np.testing.assert_allclose(flat(stats.mean), x.mean(axis=0), rtol=1e-6)
-    np.testing.assert_allclose(flat(stats.mean_square), (x**2).mean(axis=0), rtol=1e-6)
-    halves = [jax.tree.map(lambda v, i=i: v[i : i + 8], batch) for i in (0, 8)]
-    shifts = [shift, jax.tree.map(lambda s: s * 0.99999, shift)]
-    parts = [per_example.grad_statistics(linear)(P, h, shift=s)[0] for h, s in zip(halves, shifts, strict=True)]
-    merged = GradStatistics.merge(*parts)
-    np.testing.assert_allclose(flat(merged.variance()), x.var(axis=0, ddof=1), rtol=1e-4 if ratio < 1e5 else 5e-2)
-
-
 def test_clamped_coordinates_are_counted():
     batch = {"a": np.full((16, 2, 3), 1000.1, np.float32), "b": np.full((16, 4), 1000.1, np.float32)}
     stats = compute(batch)
@@ -196,5 +179,5 @@ def test_clamped_coordinates_are_counted():
 
 
 def test_what_was_not_computed_is_named():
-    with pytest.raises(KeyError, match="no statistic 'mean_square' here; computed were mean"):
+    with pytest.raises(KeyError, match="no statistic 'mean_square' here; these were computed: mean"):
         compute(draws(2), statistics="mean").variance()

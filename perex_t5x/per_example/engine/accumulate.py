@@ -1,51 +1,55 @@
-"""Sums over the units of a call, a microbatch at a time, and the statistics they give."""
+"""Sums over the units of a request, a microbatch at a time, and the statistics they give."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from perex_t5x.per_example import collectives
-from perex_t5x.per_example.engine import shard_map
+from perex_t5x.per_example.engine import jaxprs, shard_map
 from perex_t5x.per_example.engine.references import METHODS
-from perex_t5x.per_example.engine.request import Call, Inputs, Options, one_if_zero
-from perex_t5x.per_example.reductions.reducer import MIXED_UNITS, Reduced, Reducer
-from perex_t5x.per_example.results import GradStatistics, PerExample, unshifted
-from perex_t5x.per_example.statistic import SHIFTABLE
+from perex_t5x.per_example.engine.request import Inputs, Options, Request, one_if_zero, trace
+from perex_t5x.per_example.reductions.reducer import MATERIALISED, MIXED_UNITS, SHARED, ReductionResult
+from perex_t5x.per_example.results import GradStatistics, PerExample
 
 
 @dataclasses.dataclass(frozen=True)
-class Account:
-    """How a call computes: the form of each gradient, per pass, and the microbatch sizes by platform."""
+class ReductionTrace:
+    """How a request is computed: the reduction of each gradient, per pass, and the microbatch sizes by platform."""
 
-    forms: list[Reduced]
-    norm_forms: list[Reduced] | None
+    reductions: list[ReductionResult]
+    norm_reductions: list[ReductionResult] | None
     microbatch_sizes: dict[str, int]
 
 
-def accumulate(call: Call, inputs: Inputs, micro: int) -> tuple[Any, Any, Account]:
+def accumulate(request: Request, inputs: Inputs, micro: int) -> tuple[Any, Any, ReductionTrace]:
     """(sums over all units, per-unit losses and norms, how)."""
-    units = inputs.indices_Mxb.shape[0]
+    units = inputs.num_units
     rows = (inputs.batch, inputs.indices_Mxb, inputs.weights_Mxb)
 
-    def part(rows: Any, initial: Any) -> tuple[dict[str, Any], Any, Account]:
+    def part(rows: Any, initial: Any) -> tuple[dict[str, Any], Any, ReductionTrace]:
         batch, indices, weights = rows
-        return _chunk(call, dataclasses.replace(inputs, batch=batch, indices_Mxb=indices, weights_Mxb=weights), initial)
+        chunk = dataclasses.replace(inputs, batch=batch, indices_Mxb=indices, weights_Mxb=weights)
+        return _reduce_chunk(request, chunk, initial)
 
     if micro == units:
-        sums, per_unit, account = part(rows, None)
+        sums, per_unit, how = part(rows, None)
     else:
         xs = jax.tree.map(lambda x: x.reshape(units // micro, micro, *x.shape[1:]), rows)
-        seen: list[Account] = []
+        seen: list[ReductionTrace] = []
 
+        # Raw sums are the carry, and each reduction adds to them in place; adding up the microbatches' sums here would need
+        # a second copy of all statistics.
         def add(total: Any, x: Any) -> tuple[Any, Any]:
-            sums, per_unit, account = part(x, total["raw"])
-            seen[:] = [account]
+            sums, per_unit, how = part(x, total["raw"])
+            seen[:] = [how]
             counts = {k: total[k] + v for k, v in sums.items() if k != "raw"}
             return {"raw": sums["raw"], **counts}, per_unit
 
@@ -53,48 +57,50 @@ def accumulate(call: Call, inputs: Inputs, micro: int) -> tuple[Any, Any, Accoun
         zeros = jax.tree.map(lambda s: shard_map.vary(jnp.zeros(s.shape, s.dtype), _varying(s)), shapes)
         sums, per_unit = jax.lax.scan(add, zeros, xs)
         per_unit = jax.tree.map(lambda x: x.reshape(units, *x.shape[2:]), per_unit)
-        account = seen[0]
-    sums["statistics"] = [r.finish(raw) for r, raw in zip(account.forms, sums.pop("raw"), strict=True)]
-    account = dataclasses.replace(account, microbatch_sizes={"default": micro * call.options.group_size})
-    return sums, per_unit, account
+        how = seen[0]
+    # Transposes and the like once, after the last microbatch.
+    sums["statistics"] = [r.finish(raw) for r, raw in zip(how.reductions, sums.pop("raw"), strict=True)]
+    how = dataclasses.replace(how, microbatch_sizes={"default": micro * request.options.group_size})
+    return sums, per_unit, how
 
 
-def _factor(call: Call) -> float:
+def _factor(request: Request) -> float:
     """What turns sums into averages, where the number of units is known beforehand; else 1."""
-    options = call.options
-    if options.unit != "example" or options.non_finite == "skip" or call.inputs.weights_Mxb is not None:
+    options = request.options
+    if options.unit != "example" or options.non_finite == "skip" or request.inputs.weights_Mxb is not None:
         return 1.0
-    return 1.0 / (call.inputs.indices_Mxb.shape[0] * call.num_devices)
+    return 1.0 / (request.inputs.num_units * request.num_devices)
 
 
 def _varying(shape: jax.ShapeDtypeStruct) -> frozenset[str]:
     return frozenset() if shape.manual_axis_type is None else shape.manual_axis_type.varying
 
 
-def _over_devices(call: Call, sums: dict[str, Any], account: Account) -> dict[str, Any]:
-    """The sums over all devices' examples: everything that is left to add goes out together."""
-    data_axes = call.options.data_axes
+def _over_devices(request: Request, sums: dict[str, Any], how: ReductionTrace) -> dict[str, Any]:
+    """The sums over all devices' examples: everything that is still to be added is sent together."""
+    data_axes = request.options.data_axes
     if not data_axes:
         return sums
-    left = [tuple(a for a in data_axes if a not in r.over) for r in account.forms]
+    # What ended in a reduce-scatter, or counted all devices' examples by itself, must not be summed a second time.
+    left = [tuple(a for a in data_axes if a not in r.summed_over) for r in how.reductions]
     counts = {k: v for k, v in sums.items() if k != "statistics"}
     *statistics, counts = collectives.sum_each_over(
-        [*sums["statistics"], counts], [*left, data_axes], call.options.transport
+        [*sums["statistics"], counts], [*left, data_axes], request.options.transport
     )
     return {**counts, "statistics": statistics}
 
 
-def _chunk(call: Call, inputs: Inputs, initial: Any) -> tuple[dict[str, Any], Any, Account]:
+def _reduce_chunk(request: Request, inputs: Inputs, initial: Any) -> tuple[dict[str, Any], Any, ReductionTrace]:
     """Sums over the units given, added to `initial` (raw sums per gradient); and per-unit losses, norms, aux."""
-    options, gradient = call.options, call.unit_gradient()
-    units = inputs.indices_Mxb.shape[0]
+    options, method = request.options, METHODS[request.options.method]
+    units = inputs.num_units
     unit_weights = None if inputs.weights_Mxb is None else jnp.mean(inputs.weights_Mxb, axis=1)
-    mesh = {"varying": call.varying, "devices": call.devices, "data_axes": options.data_axes}
-    mesh |= {"kernels": options.kernels, "transport": options.transport, "places": call.places, "parts": call.parts}
     norms, scales, first = None, None, None
     if options.passes == 2:
-        reducer = Reducer((), units, None, None, True, **mesh)
-        (losses, _), first = METHODS[options.method](gradient, reducer, inputs, None)
+        # φ(c g) needs every example's c, and c its whole gradient's norm, before the first sum: a pass for norms alone, for
+        # which there are cheaper reductions (`gram`).
+        for_norms = dataclasses.replace(request.context, statistics=(), num_examples=units, norms=True, unit="example")
+        (losses, _), first = method(request, for_norms, inputs, None)
         norms = jnp.sqrt(sum(r.squares_N for r in first))
         if options.non_finite == "skip":
             finite = jnp.isfinite(norms) & jnp.all(jnp.isfinite(losses), axis=1)
@@ -102,8 +108,15 @@ def _chunk(call: Call, inputs: Inputs, initial: Any) -> tuple[dict[str, Any], An
         if options.clip_norm is not None:
             scales = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norms, jnp.finfo(norms.dtype).tiny))
     wants_norms = options.passes == 1 and (options.norms or options.non_finite == "raise")
-    reducer = Reducer(options.statistics, units, unit_weights, scales, wants_norms, options.unit, _factor(call), **mesh)
-    (losses, aux), reduced = METHODS[options.method](gradient, reducer, inputs, initial)
+    context = dataclasses.replace(
+        request.context,
+        num_examples=units,
+        weights_N=unit_weights,
+        scales_N=scales,
+        norms=wants_norms,
+        factor=_factor(request),
+    )
+    (losses, aux), reduced = method(request, context, inputs, initial)
     if wants_norms:
         norms = jnp.sqrt(sum(r.squares_N for r in reduced))
     finite = jnp.all(jnp.isfinite(losses), axis=1)
@@ -133,54 +146,51 @@ def _chunk(call: Call, inputs: Inputs, initial: Any) -> tuple[dict[str, Any], An
         losses, aux = jax.tree.map(lambda x: _blanked(x, inputs.weights_Mxb != 0), (losses, aux))
     norms = norms if options.norms or options.passes == 2 else None
     per_unit = {"losses": losses, "aux": aux, "norms": norms, "bad": ~finite & (w != 0)}
-    return sums, per_unit, Account(reduced, first, {})
+    return sums, per_unit, ReductionTrace(reduced, first, {})
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def finish(call: Call, sums: dict[str, Any], per_unit: Any, account: Account) -> Any:
-    options = call.options
-    _check_forms(options, account.forms, call.selected.names)
-    sums = _over_devices(call, sums, account)
-    units, b = call.inputs.indices_Mxb.shape[0] * call.num_devices, options.group_size
+def finish(request: Request, sums: dict[str, Any], per_unit: Any, how: ReductionTrace) -> Any:
+    """(statistics, what belongs to single examples, how), from the sums of all units."""
+    options = request.options
+    _check_reductions(options, how.reductions, request.selected.names)
+    sums = _over_devices(request, sums, how)
+    units, b = request.inputs.num_units * request.num_devices, options.group_size
     weight_sum, weight_square_sum, noise = sums["weight"], sums["weight_square"], sums["noise"]
     if options.unit == "token":
         weight_sum, weight_square_sum = sums["position_weight"], sums["position_weight_square"]
         noise = weight_sum
     unit_scale = weight_sum / one_if_zero(sums["unit_weight"])  # tokens: real positions per example
-    is_average = _factor(call) != 1.0
+    is_average = _factor(request) != 1.0
     averages: dict[str, Any] = {}
     for k, s in enumerate(options.statistics):
         leaves = []
-        for r, values in zip(account.forms, sums["statistics"], strict=True):
+        for r, values in zip(how.reductions, sums["statistics"], strict=True):
             per_token = r.positions_N is not None
             value, weight = values[k], weight_sum if per_token else sums["unit_weight"]
             if per_token:
+                # g is the mean over positions of (positions × a position's gradient), so φ sees that multiple; factorable
+                # φ let it be applied to the sums.
                 value = value * s.fn(unit_scale.astype(value.dtype))
-            if not is_average:
+            if not is_average:  # else the factor was applied before summing
                 inverse = jnp.where(weight != 0, 1.0 / one_if_zero(weight), 0.0)
                 value = value * inverse.astype(value.dtype)
             leaves.append(value)
         averages[s.name] = leaves
-    centered = None
-    if call.inputs.shift is not None:
-        centered = {name: averages[name] for name in SHIFTABLE if name in averages}
-        averages.update(unshifted(centered, call.shift))
-        centered = call.selected.trees({**centered, "shift": call.shift})
-    every = options.non_finite != "skip" and call.inputs.weights_Mxb is None
+    every = options.non_finite != "skip" and request.inputs.weights_Mxb is None
     num_groups, count = sums["units"], sums["examples"]
     if every:
-        num_groups, count = np.int32(units), np.int32(call.count * call.num_devices)
+        num_groups, count = np.int32(units), np.int32(request.count * request.num_devices)
     if options.unit == "token":
         num_groups = sums["positions"]
-    statistics = GradStatistics(
-        call.selected.trees(averages), count, num_groups, weight_sum, weight_square_sum, b, noise, centered
-    )
-    flat = jax.tree.map(lambda x: x.reshape(call.count, *x.shape[2:]), (per_unit["losses"], per_unit["aux"]))
+    trees = request.selected.trees(averages)
+    statistics = GradStatistics(trees, count, num_groups, weight_sum, weight_square_sum, b, noise)
+    flat = jax.tree.map(lambda x: x.reshape(request.count, *x.shape[2:]), (per_unit["losses"], per_unit["aux"]))
     if options.non_finite == "raise":
         _raise_if_non_finite(per_unit["bad"])
-    return statistics, PerExample(flat[0], per_unit["norms"], flat[1], sums["non_finite"]), account
+    return statistics, PerExample(flat[0], per_unit["norms"], flat[1], sums["non_finite"]), how
 
 
 def _blanked(x: jax.Array, keep_Mxb: jax.Array) -> jax.Array:
@@ -189,35 +199,111 @@ def _blanked(x: jax.Array, keep_Mxb: jax.Array) -> jax.Array:
     return jnp.where(keep_Mxb.reshape(*keep_Mxb.shape, *(1,) * (x.ndim - 2)), x, jnp.asarray(nothing, x.dtype))
 
 
-def _check_forms(options: Options, forms: Sequence[Reduced], names: Sequence[str]) -> None:
-    for name, r in zip(names, forms, strict=True):
-        if r.form == MIXED_UNITS:
+def _check_reductions(options: Options, reductions: Sequence[ReductionResult], names: Sequence[str]) -> None:
+    for name, r in zip(names, reductions, strict=True):
+        if r.reduction == MIXED_UNITS:
             raise ValueError(
-                f"unit='token': parts of parameter {name} have positions and others do not; leave it out with parameters=..."
+                f"unit='token': some parts of parameter {name} have positions and others do not; exclude it with "
+                "parameters=..."
             )
-        if options.strict and r.form == "kept":
+        if options.strict and r.reduction == MATERIALISED:
             raise ValueError(
-                f"strict=True: the gradient of parameter {name} {r.note}, so it would be held for all examples "
-                f"({r.transient_bytes:,} bytes). Without strict=True it is, exactly."
+                f"strict=True: per-example gradients of {name!r} would have to be materialised ({r.transient_bytes:,} "
+                f"bytes) because {r.note}. strict=False allows it; results stay exact."
             )
-        if options.unit == "token" and r.positions_N is None and r.form != "shared" and not options.token_fallback:
+        if options.unit == "token" and r.positions_N is None and r.reduction != SHARED and not options.token_fallback:
             raise ValueError(
-                f"unit='token': the gradient of parameter {name} is not a sum over positions that could be told apart "
-                f"({r.form}{': it ' + r.note if r.note else ''}). token_fallback=True takes the example as its unit; "
-                "parameters=... leaves it out."
+                f"unit='token': the gradient of parameter {name} is not a sum over positions that can be told apart "
+                f"(reduction: {r.reduction}{', because ' + r.note if r.note else ''}). token_fallback=True takes the "
+                "example as its unit; parameters=... excludes it."
             )
 
 
 def _raise_if_non_finite(bad_M: jax.Array) -> None:
     def check(bad_M: Any) -> None:
-        found = np.flatnonzero(bad_M)
-        if found.size:
+        indices = np.flatnonzero(bad_M)
+        if indices.size:
             raise FloatingPointError(
-                f"non_finite='raise': loss or gradient of {found.size} of {np.size(bad_M)} examples (groups) is not finite: "
-                f"{', '.join(map(str, found[:10]))}{', ...' if found.size > 10 else ''}."
+                f"non_finite='raise': loss or gradient of {indices.size} of {np.size(bad_M)} examples (groups) is not "
+                f"finite: {', '.join(map(str, indices[:10]))}{', ...' if indices.size > 10 else ''}."
             )
 
     if isinstance(bad_M, jax.core.Tracer):
         jax.debug.callback(check, bad_M)
     else:
         check(bad_M)
+
+
+# --- microbatch_size="auto" -------------------------------------------------------------------------------------------
+#
+# A size for the platform that is compiled for, from a model of the cost. On a CPU small microbatches win, since their
+# activations stay in the cache, down to where a step's matrix products become too thin or its fixed cost shows. On
+# accelerators the largest that fits wins. So
+#
+#     cpu      the smallest size with at least 1024 rows in an average matrix product and 50 MFLOP a step
+#     others   the largest size whose activations take at most 4 GiB
+#
+# Rows and operations are counted in the gradient program of one unit, activations by the lifetimes of its values.
+
+CPU_ROWS = 1024
+CPU_FLOPS = 50e6
+ACTIVATION_BYTES = 4 * 2**30
+
+
+def automatic_sizes(request: Request) -> dict[str, int]:
+    """Examples at a time, by platform."""
+    program, _ = trace(request.unit_gradient(), request.inputs)
+    parameters = sum(jnp.size(x) for x in request.inputs.differentiated)
+    chosen = choose_sizes(jaxprs.inline(program), request.inputs.num_units, parameters)
+    return {platform: size * request.options.group_size for platform, size in chosen.items()}
+
+
+def choose_sizes(program: core.ClosedJaxpr, units: int, num_parameters: int) -> dict[str, int]:
+    """Units at a time, by platform ('default': any other); each divides `units`."""
+    divisors = [d for d in range(1, units + 1) if units % d == 0]
+    flops = max(matmul_flops(program.jaxpr), 1)
+    rows = flops / (6 * max(num_parameters, 1))  # forward 2, backward 4 for each parameter and row
+    least = max(CPU_ROWS / rows, CPU_FLOPS / flops)
+    cpu = next((d for d in divisors if d >= least), units)
+    most = ACTIVATION_BYTES / max(peak_bytes(program.jaxpr), 1)
+    default = max((d for d in divisors if d <= most), default=1)
+    return {"cpu": cpu, "default": default}
+
+
+def matmul_flops(jaxpr: core.Jaxpr) -> int:
+    """Operations of the matrix products and convolutions, loops multiplied out."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contract, _), _ = eqn.params["dimension_numbers"]
+            shape = eqn.invars[0].aval.shape
+            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contract)
+        elif eqn.primitive.name == "conv_general_dilated":
+            kernel = eqn.invars[1].aval.shape
+            out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // max(out_features, 1)
+        times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        total += times * max((matmul_flops(inner) for inner in jaxprs.inner(eqn)), default=0)
+    return total
+
+
+def peak_bytes(jaxpr: core.Jaxpr) -> int:
+    """The largest sum of values alive at a time, arguments not counted, bodies included."""
+    last: dict[Any, int] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        last.update((v, i) for v in eqn.invars if isinstance(v, core.Var))
+    last.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if isinstance(v, core.Var))
+    arguments = {*jaxpr.invars, *jaxpr.constvars}
+    alive = peak = 0
+    for i, eqn in enumerate(jaxpr.eqns):
+        within = max((peak_bytes(inner) for inner in jaxprs.inner(eqn)), default=0)
+        peak = max(peak, alive + sum(map(_bytes, eqn.outvars)) + within)
+        alive += sum(_bytes(v) for v in eqn.outvars if v in last)
+        read = {v for v in eqn.invars if isinstance(v, core.Var)} - arguments
+        alive -= sum(_bytes(v) for v in read if last[v] == i)
+    return peak
+
+
+def _bytes(v: Any) -> int:
+    aval = v.aval
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4) if hasattr(aval, "shape") else 0

@@ -18,94 +18,62 @@ from jax.sharding import PartitionSpec
 
 from perex_t5x.per_example.engine import jaxprs, scan, shard_map
 from perex_t5x.per_example.engine.plan import (
-    Assembled,
-    Crossed,
-    Inside,
-    Kept,
+    Concatenated,
+    CrossDeviceSum,
+    InControlFlow,
     Mapped,
+    Materialized,
     Node,
     Permuted,
     Producer,
     make_plan,
 )
-from perex_t5x.per_example.engine.rewrites.pipeline import prepare
-from perex_t5x.per_example.engine.sharding import Placement
-from perex_t5x.per_example.reductions.reducer import MIXED_UNITS, Pre, Reduced, Reducer, Site, plus
-from perex_t5x.per_example.reductions.selection import reduce_at
+from perex_t5x.per_example.engine.rewrites.pipeline import rewrite
+from perex_t5x.per_example.reductions import reducer
+from perex_t5x.per_example.reductions.reducer import (
+    MATERIALISED,
+    MIXED_UNITS,
+    SHARED,
+    ReductionContext,
+    ReductionResult,
+    ReductionSite,
+    ReductionSpec,
+    plus,
+)
+from perex_t5x.per_example.reductions.selection import select_reduction
 
-
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """A result to reduce: what to apply before φ, sums to add to, the shift, its place and parts (see `forms.Site`)."""
-
-    pre: Pre = lambda x: x
-    initial: Any = None
-    shift: jax.Array | None = None
-    place: Placement | None = None
-    parts: tuple[str, ...] | None = None
-
-    def before(self, eqn: core.JaxprEqn) -> Wanted:
-        """The same, one elementwise equation earlier. (The shift is taken away after it: see `Site.pre`.)"""
-        return dataclasses.replace(self, pre=lambda x: self.pre(jaxprs.bind(eqn, [x])[0]))
-
-    def unmoved(self, eqn: core.JaxprEqn) -> Wanted:
-        """The same, one permutation earlier."""
-        place = None if self.place is None else self.place.before(eqn)
-        if self.shift is None:
-            return dataclasses.replace(self, place=place)
-        aval = jaxprs.struct(jax.typeof(self.shift), eqn.invars[0].aval.shape)
-        (shift,) = jax.linear_transpose(lambda x: jaxprs.bind(eqn, [x])[0], aval)(self.shift)
-        return dataclasses.replace(self, shift=shift, place=place)
-
-    def uncrossed(self, eqn: core.JaxprEqn) -> Wanted:
-        """The same on each device, before a sum over devices that ends in `eqn`: the sums so far are added after it."""
-        shift = self.shift
-        if shift is not None and eqn.primitive.name == "shard_map":
-            raise ValueError("shift is not supported for parameters that are gathered within tensor parallelism.")
-        if shift is not None and eqn.primitive.name == "reduce_scatter":
-            shift = jax.lax.all_gather(
-                shift, eqn.params["axis_name"], axis=eqn.params["scatter_dimension"], tiled=eqn.params["tiled"]
-            )
-        return dataclasses.replace(self, initial=None, shift=shift)
-
-    def part(self, index: int, start: Sequence[int], shape: Sequence[int]) -> Wanted:
-        """The same of one part of it."""
-        initial = None if self.initial is None else self.initial[index]
-        stop = [a + n for a, n in zip(start, shape, strict=True)]
-        shift = None if self.shift is None else jax.lax.slice(self.shift, start, stop)
-        return dataclasses.replace(self, initial=initial, shift=shift, place=None)
-
-
-Entered = tuple[list[Any], list[bool], dict[int, Reduced]]
+Specs = Mapping[int, ReductionSpec]  # by result of a program
+# Results of a program (None for those reduced), whether each depends on the example, and the reductions.
+Entered = tuple[list[Any], list[bool], dict[int, ReductionResult]]
 
 
 def run(
     program: core.ClosedJaxpr,
     arguments: Sequence[Any],
     batched: Sequence[bool],
-    wanted: Mapping[int, Wanted],
-    reducer: Reducer,
+    specs: Specs,
+    context: ReductionContext,
 ) -> Entered:
     """Evaluates `program` for all examples.
 
     Args:
       program: of one example, calls inlined (`jaxprs.inline`).
       arguments: its arguments; those marked `batched` have a leading axis N.
-      wanted: results to reduce.
-      reducer: what to compute of them.
+      specs: the results to reduce, and how.
+      context: what to compute of them.
 
     Returns:
       The results (None for those reduced), whether each depends on the example, and the reductions.
     """
-    program = prepare(program, batched, wanted)
+    program = rewrite(program, batched, specs)
     jaxpr = program.jaxpr
-    plan = make_plan(jaxpr, wanted, batched, frozenset(reducer.data_axes))
-    entered: dict[int, dict[int, Wanted]] = {}
+    plan = make_plan(jaxpr, specs, batched, frozenset(context.data_axes))
+    entered: dict[int, dict[int, ReductionSpec]] = {}
     for index, node in plan.nodes.items():
-        _find_entered(node, wanted[index], entered)
+        _collect_entered(node, specs[index], entered)
 
     env: dict[core.Var, tuple[Any, bool]] = {}
-    inside: dict[tuple[int, int], Reduced] = {}
+    inside: dict[tuple[int, int], ReductionResult] = {}
     env.update((v, (c, False)) for v, c in zip(jaxpr.constvars, program.consts, strict=True))
     env.update((v, (a, b)) for v, a, b in zip(jaxpr.invars, arguments, batched, strict=True))
 
@@ -113,8 +81,13 @@ def run(
         return (v.val, False) if isinstance(v, core.Literal) else env[v]
 
     def after_sums(eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool]) -> Sequence[Any]:
-        """Has a loop wait until sums that are on their way to other devices have left: they are whole until then."""
-        sent = [i for i, r in reductions.items() if r.over and r.form != "shared"]
+        """Has a loop wait for the sums that are being sent to other devices.
+
+        A reduce-scatter turns whole sums into a device's part of them. Nothing else in the program needs its result before
+        the end, so the compiler would be free to run the layers' loop first, with the whole sums in memory meanwhile. The
+        barrier ties the loop's inputs to the scattered sums.
+        """
+        sent = [i for i, r in reductions.items() if r.summed_over and r.reduction != SHARED]
         batched = [i for i, flag in enumerate(flags) if flag]
         if eqn.primitive.name != "scan" or not sent or not batched:
             return values
@@ -129,70 +102,71 @@ def run(
         if id(eqn) in entered:
             values = after_sums(eqn, values, flags)
             enter = _ENTER.get(eqn.primitive.name, _enter_remat)
-            outs, out_flags, reduced = enter(eqn, values, flags, entered[id(eqn)], reducer)
+            outs, out_flags, reduced = enter(eqn, values, flags, entered[id(eqn)], context)
             inside.update(((id(eqn), i), r) for i, r in reduced.items())
         elif any(flags):
-            shard_map.refuse(eqn, flags, reducer.devices)
+            shard_map.refuse(eqn, flags, context.device_axes)
             outs, out_flags = jaxprs.bind_batched(eqn, values, flags)
         else:
             outs, out_flags = jaxprs.bind(eqn, values), [False] * len(eqn.outvars)
         env.update((v, (o, f)) for v, o, f in zip(eqn.outvars, outs, out_flags, strict=True))
 
-    def reduce(node: Node, want: Wanted) -> Reduced:
+    def reduce(node: Node, spec: ReductionSpec) -> ReductionResult:
         match node:
             case Permuted(eqn=eqn, child=child):
-                return reduce(child, want.unmoved(eqn)).then(lambda x: jaxprs.bind(eqn, [x])[0])
+                return reduce(child, spec.before_permutation(eqn)).then(lambda x: jaxprs.bind(eqn, [x])[0])
             case Mapped(eqn=eqn, child=child):
-                return reduce(child, want.before(eqn))
-            case Crossed(eqns=eqns, child=child):
-                return _crossed(reducer, eqns, reduce(child, want.uncrossed(eqns[-1])), want.initial)
-            case Assembled(shape=shape, parts=parts):
-                found = [reduce(child, want.part(k, start, part)) for k, (start, part, child) in enumerate(parts)]
-                return _assembled(shape, [start for start, _, _ in parts], found)
-            case Inside(eqn=eqn, index=i):
+                return reduce(child, spec.before_unary(eqn))
+            case CrossDeviceSum(eqns=eqns, child=child):
+                return _sum_over_devices(context, eqns, reduce(child, spec.before_collective()), spec.initial)
+            case Concatenated(shape=shape, parts=parts):
+                reduced = [reduce(child, spec.slice(k)) for k, (_, _, child) in enumerate(parts)]
+                return _concatenated(shape, [start for start, _, _ in parts], reduced)
+            case InControlFlow(eqn=eqn, index=i):
                 return inside[id(eqn), i]
             case Producer(eqns=eqns, leaves=leaves):
                 values, flags = zip(*map(read, leaves), strict=True) if leaves else ((), ())
                 for eqn in eqns:
-                    shard_map.refuse(eqn, [any(flags)], reducer.devices)
-                known = (want.pre, want.initial, want.shift, want.place, want.parts)
-                return reduce_at(reducer, Site(node, values, flags, *known))
-            case Kept(var=v, reason=reason, small=small):
+                    shard_map.refuse(eqn, [any(flags)], context.device_axes)
+                return select_reduction(ReductionSite(context, spec, node, values, flags))
+            case Materialized(var=v, reason=reason, small=small):
                 value, flag = read(v)
                 if not flag:
-                    return reducer.shared(want.pre(jnp.asarray(value)), want.initial, want.shift, want.parts)
-                form, note = ("all at once", "") if small else ("kept", reason)
-                return reducer.all_at_once(want.pre(value), form, note, want.initial, want.shift)
+                    return reducer.shared(context, spec, spec.pre(jnp.asarray(value)))
+                name, note = ("all at once", "") if small else (MATERIALISED, reason)
+                return reducer.all_at_once(context, spec.pre(value), name, note, spec.initial)
         raise AssertionError(node)
 
-    # Each as soon as it can be: what it is made of need not wait for the rest.
+    # Each gradient is reduced as soon as its producer's inputs exist, so that these can be freed (`Plan.due`).
     due = plan.due(jaxpr)
-    reductions = {i: reduce(plan.nodes[i], wanted[i]) for i in due.get(0, ())}
+    reductions = {i: reduce(plan.nodes[i], specs[i]) for i in due.get(0, ())}
     for count, eqn in enumerate(jaxpr.eqns, 1):
         if id(eqn) not in plan.deferred and any(v in plan.needed for v in eqn.outvars):
             execute(eqn)
-        reductions.update((i, reduce(plan.nodes[i], wanted[i])) for i in due.get(count, ()))
-    results = [(None, False) if i in wanted else read(v) for i, v in enumerate(jaxpr.outvars)]
+        reductions.update((i, reduce(plan.nodes[i], specs[i])) for i in due.get(count, ()))
+    results = [(None, False) if i in specs else read(v) for i, v in enumerate(jaxpr.outvars)]
     return [r for r, _ in results], [f for _, f in results], reductions
 
 
-def _find_entered(node: Node, want: Wanted, entered: dict[int, dict[int, Wanted]]) -> None:
+def _collect_entered(node: Node, spec: ReductionSpec, entered: dict[int, dict[int, ReductionSpec]]) -> None:
     """Collects, for every loop, branch or remat to enter, which results to reduce and how."""
     match node:
         case Permuted(eqn=eqn, child=child):
-            _find_entered(child, want.unmoved(eqn), entered)
+            _collect_entered(child, spec.before_permutation(eqn), entered)
         case Mapped(eqn=eqn, child=child):
-            _find_entered(child, want.before(eqn), entered)
-        case Crossed(eqns=eqns, child=child):
-            _find_entered(child, want.uncrossed(eqns[-1]), entered)
-        case Assembled(parts=parts):
-            for k, (start, shape, child) in enumerate(parts):
-                _find_entered(child, want.part(k, start, shape), entered)
-        case Inside(eqn=eqn, index=i):
-            entered.setdefault(id(eqn), {})[i] = want
+            _collect_entered(child, spec.before_unary(eqn), entered)
+        case CrossDeviceSum(child=child):
+            _collect_entered(child, spec.before_collective(), entered)
+        case Concatenated(parts=parts):
+            for k, (_, _, child) in enumerate(parts):
+                _collect_entered(child, spec.slice(k), entered)
+        case InControlFlow(eqn=eqn, index=i):
+            entered.setdefault(id(eqn), {})[i] = spec
 
 
-def _assembled(shape: tuple[int, ...], starts: Sequence[Sequence[int]], parts: Sequence[Reduced]) -> Reduced:
+def _concatenated(
+    shape: tuple[int, ...], starts: Sequence[Sequence[int]], parts: Sequence[ReductionResult]
+) -> ReductionResult:
     def finish(raws: Sequence[Any]) -> list[jax.Array]:
         finished = [part.finish(raw) for part, raw in zip(parts, raws, strict=True)]
         wholes = []
@@ -203,83 +177,97 @@ def _assembled(shape: tuple[int, ...], starts: Sequence[Sequence[int]], parts: S
             wholes.append(whole)
         return wholes
 
-    some = lambda values, join: None if any(v is None for v in values) else join(values)  # noqa: E731
-    together = _together(parts)
+    def some(values: Sequence[Any], join: Callable[[Sequence[Any]], Any]) -> Any:
+        return None if any(v is None for v in values) else join(values)
+
+    # Raw sums stay apart, one entry per part, so that each part's reduction can add to its own in place.
+    together = _described_together(parts)
     mixed = len({p.positions_N is None for p in parts}) == 2
     return dataclasses.replace(
         together,
         raw=[p.raw for p in parts],
         squares_N=some([p.squares_N for p in parts], sum),
-        form=MIXED_UNITS if mixed else together.form,
+        reduction=MIXED_UNITS if mixed else together.reduction,
         finish=finish,
         positions_N=some([p.positions_N for p in parts], lambda ps: jnp.max(jnp.stack(ps), axis=0)),
     )
 
 
-def _together(parts: Sequence[Reduced]) -> Reduced:
-    """How the parts of a gradient, or its forms in several branches, were computed; without sums."""
-    forms = list(dict.fromkeys(p.form for p in parts))
-    if len({p.over for p in parts}) > 1:
+def _described_together(parts: Sequence[ReductionResult]) -> ReductionResult:
+    """How the parts of a gradient, or the gradient in several branches, were reduced; without sums."""
+    names = list(dict.fromkeys(p.reduction for p in parts))
+    if len({p.summed_over for p in parts}) > 1:
         raise ValueError(
             "parts of one parameter's gradient are summed over different mesh axes "
-            f"({' and '.join(str(p.over) for p in parts)}): gather the parameter as a whole, outside of branches."
+            f"({' and '.join(str(p.summed_over) for p in parts)}): gather the parameter as a whole, outside of branches."
         )
-    return Reduced(
+    return ReductionResult(
         None,
         None,
-        "kept" if "kept" in forms else " / ".join(forms),
+        MATERIALISED if MATERIALISED in names else " / ".join(names),
         max(p.transient_bytes for p in parts),
         next((p.note for p in parts if p.note), ""),
-        over=parts[0].over,
+        summed_over=parts[0].summed_over,
         kernel=next((p.kernel for p in parts if p.kernel), parts[0].kernel),
     )
 
 
-def _crossed(reducer: Reducer, eqns: Sequence[core.JaxprEqn], mine: Reduced, initial: Any) -> Reduced:
+def _sum_over_devices(
+    context: ReductionContext, eqns: Sequence[core.JaxprEqn], mine: ReductionResult, initial: Any
+) -> ReductionResult:
     """The sum over devices of their sums, added to those so far."""
     axes = shard_map.summed_axes(eqns)
-    sums = [shard_map.cross(eqns, x, reducer.transport) for x in mine.finish(mine.raw)]
-    if set(axes).issubset(mine.over):  # shared, and all devices' examples counted: the same on each of them
+    sums = [shard_map.cross(eqns, x, context.transport) for x in mine.finish(mine.raw)]
+    if set(axes).issubset(mine.summed_over):
+        # A shared gradient's sums count all devices' examples already, on each device: the collective has added them up
+        # as often as there are devices.
         sums = [x / shard_map.num_devices(axes) for x in sums]
-    return dataclasses.replace(mine, raw=plus(initial, sums), finish=list, over=tuple({*axes, *mine.over}))
+    # `initial` after the collective: before it, every device's would be added. Finished first: the collective expects the
+    # gradient's own order of elements.
+    return dataclasses.replace(
+        mine, raw=plus(initial, sums), finish=list, summed_over=tuple({*axes, *mine.summed_over})
+    )
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
 
 
 def _enter_remat(
-    eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool], wanted: Mapping[int, Wanted], reducer: Reducer
+    eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool], specs: Specs, context: ReductionContext
 ) -> Entered:
-    """A rematerialised region, after differentiation: its body, kept apart from the forward pass if it asks for it."""
+    """A rematerialised region, after differentiation: its body, behind a barrier if it asks for one."""
     body = jaxprs.inline(jaxprs.closed(eqn.params["jaxpr"]))
-    return run(body, jaxprs.apart(eqn, values), flags, wanted, reducer)
+    return run(body, jaxprs.behind_barrier(eqn, values), flags, specs, context)
 
 
 def _enter_cond(
-    eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool], wanted: Mapping[int, Wanted], reducer: Reducer
+    eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool], specs: Specs, context: ReductionContext
 ) -> Entered:
     """A branch that all examples take together (one that depends on the example has become a selection)."""
     index, *operands = values
     operands = [jnp.asarray(x) for x in operands]
     branches = [jaxprs.inline(b) for b in eqn.params["branches"]]
     out_flags = [any(f) for f in zip(*(jaxprs.batched_outputs(b.jaxpr, flags[1:]) for b in branches), strict=True)]
-    out_flags = [f and i not in wanted for i, f in enumerate(out_flags)]
-    seen: list[dict[int, Reduced]] = []
+    out_flags = [f and i not in specs for i, f in enumerate(out_flags)]
+    seen: list[dict[int, ReductionResult]] = []
 
-    def positions(r: Reduced) -> jax.Array | None:
+    def positions(r: ReductionResult) -> jax.Array | None:
         """A branch that does not use the parameter has positions too: none."""
-        if reducer.unit == "token" and r.positions_N is None and r.form == "shared":
-            return reducer.zeros((reducer.num_examples,), jnp.int32)
+        if context.unit == "token" and r.positions_N is None and r.reduction == SHARED:
+            return context.zeros((context.num_examples,), jnp.int32)
         return r.positions_N
 
     def branch(body: core.ClosedJaxpr) -> Callable[..., Any]:
         def take(operands: Sequence[Any]) -> Any:
-            plain = {i: dataclasses.replace(want, initial=None) for i, want in wanted.items()}
-            results, result_flags, reduced = run(body, operands, flags[1:], plain, reducer)
+            # From zeros, and finished: branches may reduce differently, and their raw sums then differ in structure, which
+            # `lax.switch` does not allow.
+            from_zeros = {i: dataclasses.replace(spec, initial=None) for i, spec in specs.items()}
+            results, result_flags, reduced = run(body, operands, flags[1:], from_zeros, context)
             seen.append(reduced)
+            # For the same reason, a result has an example axis in all branches or in none.
             results = [
-                jaxprs.for_all(r, reducer.num_examples) if want and not have else r
-                for r, want, have in zip(results, out_flags, result_flags, strict=True)
+                jaxprs.for_all(r, context.num_examples) if needs_axis and not has_axis else r
+                for r, needs_axis, has_axis in zip(results, out_flags, result_flags, strict=True)
             ]
             return results, {i: (r.finish(r.raw), r.squares_N, positions(r)) for i, r in reduced.items()}
 
@@ -289,8 +277,8 @@ def _enter_cond(
     reductions = {}
     for i, (sums, squares, positions_N) in arrays.items():
         reductions[i] = dataclasses.replace(
-            _together([reduced[i] for reduced in seen]),
-            raw=plus(wanted[i].initial, sums),
+            _described_together([reduced[i] for reduced in seen]),
+            raw=plus(specs[i].initial, sums),
             squares_N=squares,
             positions_N=positions_N,
         )
@@ -298,7 +286,7 @@ def _enter_cond(
 
 
 def _enter_scan(
-    eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool], wanted: Mapping[int, Wanted], reducer: Reducer
+    eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool], specs: Specs, context: ReductionContext
 ) -> Entered:
     """A scan that stacks gradients: each step reduces its own, so the stack is one of sums.
 
@@ -310,32 +298,29 @@ def _enter_scan(
     consts, carry, xs = jaxprs.split_scan(values, p)
     ((_, body_flags),) = jaxprs.bodies_of(eqn, flags)
     const_flags, carry_flags, xs_flags = jaxprs.split_scan(body_flags, p)
-    n = reducer.num_examples
+    n = context.num_examples
+    # A carry that comes to depend on the example in some step has an example axis from the start: its type may not change.
     carry = [
         jaxprs.for_all(c, n) if f and not g else c
         for c, f, g in zip(carry, carry_flags, flags[num_consts : num_consts + num_carry], strict=True)
     ]
     xs = [jnp.moveaxis(x, 0, 1) if f else x for x, f in zip(xs, xs_flags, strict=True)]
-    initial_L = {i: want.initial for i, want in wanted.items() if want.initial is not None}
-    shifts_L = {i: want.shift for i, want in wanted.items() if want.shift is not None}
-    places = {i: None if want.place is None else want.place.of_one() for i, want in wanted.items()}
+    initial_L = {i: spec.initial for i, spec in specs.items() if spec.initial is not None}
+    shardings = {i: None if spec.sharding is None else spec.sharding.without_leading() for i, spec in specs.items()}
     steps = jnp.arange(p["length"]) if initial_L else None
     seen: dict[str, Any] = {}
 
     def step(state: tuple[list[Any], Any], x: Any) -> tuple[Any, Any]:
         carry, totals_L = state
-        x, shifts, at = x
+        x, at = x
         totals = jax.tree.map(lambda t: t[at], totals_L)
-        here = {
-            i: dataclasses.replace(want, initial=totals.get(i), shift=shifts.get(i), place=places[i])
-            for i, want in wanted.items()
-        }
+        here = {i: dataclasses.replace(spec, initial=totals.get(i), sharding=shardings[i]) for i, spec in specs.items()}
         results, result_flags, reduced = run(
-            body, [*consts, *carry, *x], [*const_flags, *carry_flags, *xs_flags], here, reducer
+            body, [*consts, *carry, *x], [*const_flags, *carry_flags, *xs_flags], here, context
         )
         new_carry = [
-            jaxprs.for_all(r, n) if want and not have else r
-            for r, want, have in zip(results[:num_carry], carry_flags, result_flags[:num_carry], strict=True)
+            jaxprs.for_all(r, n) if needs_axis and not has_axis else r
+            for r, needs_axis, has_axis in zip(results[:num_carry], carry_flags, result_flags[:num_carry], strict=True)
         ]
         seen.update(flags=result_flags[num_carry:], reduced=reduced)
         totals_L = {i: jax.tree.map(lambda t, r: t.at[at].set(r), totals_L[i], reduced[i].raw) for i in totals_L}
@@ -346,11 +331,13 @@ def _enter_scan(
     (carry, totals_L), (ys, raws, counts) = scan.scan(
         step,
         (carry, initial_L),
-        (xs, shifts_L, steps),
+        (xs, steps),
         length=p["length"],
         reverse=p["reverse"],
         unroll=p["unroll"],
-        late=lambda: any(r.over for r in seen["reduced"].values()),  # each device's part of the sums: small stacks
+        # With each layer's sums scattered, the stacks are a device's part, and small; unfilled memory would be reserved from
+        # the start of the program, through the forward pass.
+        late=lambda: any(r.summed_over for r in seen["reduced"].values()),
     )
     y_flags = [bool(f) for f in seen["flags"]]
     ys = [None if y is None else jnp.moveaxis(y, 1, 0) if f else y for y, f in zip(ys, y_flags, strict=True)]
@@ -370,49 +357,50 @@ def _finish_layers(finish: Callable[[Any], list[jax.Array]], raw_L: Any) -> list
 
 
 def _enter_shard_map(
-    eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool], wanted: Mapping[int, Wanted], reducer: Reducer
+    eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool], specs: Specs, context: ReductionContext
 ) -> Entered:
     """A region on a mesh: each device reduces its own part of a gradient."""
     p = eqn.params
     in_specs = [PartitionSpec(None, *s) if f else s for s, f in zip(p["in_specs"], flags, strict=True)]
-    shifts = {i: want.shift for i, want in wanted.items() if want.shift is not None}
     seen: dict[str, Any] = {}
 
-    def local(values: Sequence[Any], weights_N: Any, scales_N: Any, shifts: Mapping[int, Any]) -> Any:
-        here = {i: Wanted(want.pre, None, shifts.get(i)) for i, want in wanted.items()}
-        mine = dataclasses.replace(reducer, weights_N=weights_N, scales_N=scales_N, varying=frozenset())
+    def local(values: Sequence[Any], weights_N: Any, scales_N: Any) -> Any:
+        here = {i: ReductionSpec(spec.pre) for i, spec in specs.items()}
+        # Values in here do not carry the axes they vary over (check_vma=False below), so zeros need not be cast to them.
+        mine = dataclasses.replace(context, weights_N=weights_N, scales_N=scales_N, varying=frozenset())
         body = jaxprs.inline(jaxprs.closed(p["jaxpr"]), manual=True)
         results, result_flags, reduced = run(body, values, flags, here, mine)
         seen.update(reduced=reduced)
         sums = {i: r.finish(r.raw) for i, r in reduced.items()}
         squares = {i: r.squares_N for i, r in reduced.items() if r.squares_N is not None}
+        # A norm is of the whole gradient, of which a device has a part if its result is divided over mesh axes.
         for i, square in squares.items():
             axes = tuple(
                 a for entry in p["out_specs"][i] if entry for a in (entry if isinstance(entry, tuple) else (entry,))
             )
             squares[i] = jax.lax.psum(square, axes) if axes else square
         batched = [
-            None if r is None else r if f else jaxprs.for_all(r, reducer.num_examples)
+            None if r is None else r if f else jaxprs.for_all(r, context.num_examples)
             for r, f in zip(results, result_flags, strict=True)
         ]
         return batched, sums, squares
 
     num = len(eqn.outvars)
-    result_specs = [None if i in wanted else PartitionSpec(None, *p["out_specs"][i]) for i in range(num)]
-    sum_specs = {i: [p["out_specs"][i]] * len(reducer.statistics) for i in wanted}
-    square_specs = {i: PartitionSpec() for i in wanted} if reducer.norms else {}
+    result_specs = [None if i in specs else PartitionSpec(None, *p["out_specs"][i]) for i in range(num)]
+    sum_specs = {i: [p["out_specs"][i]] * len(context.statistics) for i in specs}
+    square_specs = {i: PartitionSpec() for i in specs} if context.norms else {}
     shared = PartitionSpec()
     results, sums, squares = jax.shard_map(
         local,
         mesh=p["mesh"],
-        in_specs=(in_specs, shared, shared, {i: p["out_specs"][i] for i in shifts}),
+        in_specs=(in_specs, shared, shared),
         out_specs=(result_specs, sum_specs, square_specs),
         axis_names=p["newly_manual_axes"],
         check_vma=False,
-    )([jnp.asarray(v) for v in values], reducer.weights_N, reducer.scales_N, shifts)
+    )([jnp.asarray(v) for v in values], context.weights_N, context.scales_N)
     reductions = {}
     for i, r in seen["reduced"].items():
-        raw = plus(wanted[i].initial, sums[i])
+        raw = plus(specs[i].initial, sums[i])
         reductions[i] = dataclasses.replace(r, raw=raw, squares_N=squares.get(i), finish=list, positions_N=None)
     return results, [r is not None for r in results], reductions
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,28 +11,13 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-# Calls whose body is simply run: after differentiation their special rules have done their work.
-_INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+from perex_t5x.per_example.engine import primitives
 
-
+# Frames of these files are not the user's: `source_line` skips them.
 _PER_EXAMPLE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = (os.path.dirname(os.path.abspath(jax.__file__)) + os.sep, _PER_EXAMPLE + os.sep)
 
-REMAT = {"remat2", "checkpoint", "remat"}
-
-
-def apart(remat: core.JaxprEqn, arguments: Sequence[Any]) -> Sequence[Any]:
-    """The inputs of a rematerialised region, kept apart from the forward pass if it asks for it."""
-    if remat.params.get("differentiated") and remat.params.get("prevent_cse"):
-        return jax.lax.optimization_barrier(tuple(arguments))
-    return arguments
+# --- evaluating -------------------------------------------------------------------------------------------------------
 
 
 def bind(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
@@ -48,7 +33,7 @@ def bind_with(eqn: core.JaxprEqn, arguments: Sequence[Any], params: dict[str, An
 
 def bind_batched(
     eqn: core.JaxprEqn, arguments: Sequence[Any], batched: Sequence[bool]
-) -> tuple[list[Any], Sequence[bool]]:
+) -> tuple[Sequence[Any], Sequence[bool]]:
     """Applies one equation to all examples at once: `jax.vmap` over the arguments that have an example axis.
 
     Returns:
@@ -57,7 +42,8 @@ def bind_batched(
     in_axes = tuple(0 if b else None for b in batched)
     flags = flow(eqn, batched)
     out_axes = tuple(0 if f else None for f in flags)
-    # No mesh axis for the examples: a sharding constraint would leave it to the compiler to find one.
+    # spmd_axis_name=(): the example axis lies on no mesh axis. Left out, a sharding constraint inside the loss would say
+    # nothing about it, and the compiler would be free to divide the examples over the model axes.
     over_examples = jax.vmap(lambda *x: tuple(bind(eqn, x)), in_axes=in_axes, out_axes=out_axes, spmd_axis_name=())
     return over_examples(*arguments), flags
 
@@ -71,17 +57,33 @@ def evaluate(
     jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], rule: Callable[..., list[Any]] = bind
 ) -> list[Any]:
     """Evaluates a jaxpr; `rule(eqn, arguments)` applies an equation."""
-    env: dict[core.Var, Any] = {}
-
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, core.Literal) else env[v]
-
-    env.update(zip(jaxpr.constvars, consts, strict=True))
+    env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, arguments, strict=True))
-    for eqn in jaxpr.eqns:
-        outs = rule(eqn, [read(v) for v in eqn.invars])
+    run_equations(jaxpr.eqns, env, rule)
+    return [read(v, env) for v in jaxpr.outvars]
+
+
+def run_equations(eqns: Iterable[core.JaxprEqn], env: dict[Any, Any], rule: Callable[..., list[Any]] = bind) -> None:
+    """Applies equations one after the other; `env` has the values of variables, and gets those of the results."""
+    for eqn in eqns:
+        outs = rule(eqn, [read(v, env) for v in eqn.invars])
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+
+
+def read(v: Any, env: dict[Any, Any]) -> Any:
+    return v.val if isinstance(v, core.Literal) else env[v]
+
+
+def behind_barrier(remat: core.JaxprEqn, arguments: Sequence[Any]) -> Sequence[Any]:
+    """The inputs of a rematerialised region, behind an optimisation barrier if the region asks for it.
+
+    Once its body is inlined, the recomputation looks to the compiler like the forward pass a second time. Common
+    subexpression elimination would merge the two and keep the activations alive that remat was to save; the barrier makes
+    the inputs look like other values.
+    """
+    if remat.params.get("differentiated") and remat.params.get("prevent_cse"):
+        return jax.lax.optimization_barrier(tuple(arguments))
+    return arguments
 
 
 def inline(jaxpr: core.ClosedJaxpr, remat: bool = False, manual: bool = False) -> core.ClosedJaxpr:
@@ -92,16 +94,17 @@ def inline(jaxpr: core.ClosedJaxpr, remat: bool = False, manual: bool = False) -
     """
 
     def rule(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+        # Without check_vma a cast between "varying" and "invariant" is the identity, and JAX refuses to bind it.
         if manual and eqn.primitive.name in ("pvary", "pcast"):
             return list(arguments)
         if manual and eqn.primitive.name == "psum_invariant":
             return [jax.lax.psum(x, tuple(eqn.params["axes"])) for x in arguments]
-        name = _INLINED.get(eqn.primitive.name)
-        if name is None and not (remat and eqn.primitive.name in REMAT):
+        body_param = primitives.INLINED_CALLS.get(eqn.primitive.name)
+        if body_param is None and not (remat and eqn.primitive.name in primitives.REMAT):
             return bind(eqn, arguments)
-        if name is None:
-            name, arguments = "jaxpr", apart(eqn, arguments)
-        body = closed(eqn.params[name])
+        if body_param is None:
+            body_param, arguments = "jaxpr", behind_barrier(eqn, arguments)
+        body = closed(eqn.params[body_param])
         return evaluate(body.jaxpr, body.consts, arguments, rule)
 
     flat = lambda *arguments: evaluate(jaxpr.jaxpr, jaxpr.consts, arguments, rule)  # noqa: E731
@@ -129,6 +132,9 @@ def contract_leading(eqn: core.JaxprEqn, operands: Sequence[Any], **changed: Any
     shifted = tuple((0, *(a + 1 for a in axes)) for axes in contracted)
     params = {**eqn.params, "dimension_numbers": (shifted, ((), ())), **changed}
     return bind_with(eqn, operands, params)[0]
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def source_line(eqns: Iterable[core.JaxprEqn]) -> str | None:
@@ -161,14 +167,34 @@ def use_counts(jaxpr: core.Jaxpr) -> dict[core.Var, int]:
     return counts
 
 
+def inner(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
+    """The programs within an equation."""
+    programs = []
+    for param in eqn.params.values():
+        for item in param if isinstance(param, tuple | list) else (param,):
+            if isinstance(item, core.ClosedJaxpr):
+                programs.append(item.jaxpr)
+            elif isinstance(item, core.Jaxpr):
+                programs.append(item)
+    return programs
+
+
+# --- what depends on the example --------------------------------------------------------------------------------------
+
+
+def are_in(variables: Iterable[Any], some: Container[Any]) -> list[bool]:
+    """Of each variable, whether it is among `some`; literals are not."""
+    return [isinstance(v, core.Var) and v in some for v in variables]
+
+
 def dependent(jaxpr: core.Jaxpr, batched: Sequence[bool]) -> set[core.Var]:
     """Variables that depend on the example, if these arguments do."""
-    found = {v for v, b in zip(jaxpr.invars, batched, strict=True) if b}
+    depends = {v for v, b in zip(jaxpr.invars, batched, strict=True) if b}
     for eqn in jaxpr.eqns:
-        flags = [isinstance(v, core.Var) and v in found for v in eqn.invars]
+        flags = are_in(eqn.invars, depends)
         if any(flags):
-            found.update(v for v, f in zip(eqn.outvars, flow(eqn, flags), strict=True) if f)
-    return found
+            depends.update(v for v, f in zip(eqn.outvars, flow(eqn, flags), strict=True) if f)
+    return depends
 
 
 def flow(eqn: core.JaxprEqn, batched: Sequence[bool]) -> list[bool]:
@@ -186,15 +212,18 @@ def flow(eqn: core.JaxprEqn, batched: Sequence[bool]) -> list[bool]:
 def bodies_of(eqn: core.JaxprEqn, batched: Sequence[bool]) -> list[tuple[core.Jaxpr, list[bool]]] | None:
     """The programs of a scan, branch or remat, and which of their arguments depend on the example; None for others."""
     name, batched = eqn.primitive.name, list(batched)
-    if name in REMAT or name == "shard_map" or name in _INLINED:
-        return [(closed(eqn.params[_INLINED.get(name, "jaxpr")]).jaxpr, batched)]
+    if name in primitives.REMAT or name == "shard_map" or name in primitives.INLINED_CALLS:
+        return [(closed(eqn.params[primitives.INLINED_CALLS.get(name, "jaxpr")]).jaxpr, batched)]
+    # A branch that depends on the example makes every result depend on it: the general answer is right for that.
     if name == "cond" and not batched[0]:
         return [(branch.jaxpr, batched[1:]) for branch in eqn.params["branches"]]
     if name != "scan":
         return None
     body = eqn.params["jaxpr"].jaxpr
     consts, carry, xs = split_scan(batched, eqn.params)
-    while True:  # until no more of the carry depends on the example
+    # A carry that starts out shared may come to depend on the example in the first step, and others on it in the second:
+    # repeat until nothing changes.
+    while True:
         outs = batched_outputs(body, [*consts, *carry, *xs])[: len(carry)]
         grown = [c or o for c, o in zip(carry, outs, strict=True)]
         if grown == carry:
@@ -204,17 +233,4 @@ def bodies_of(eqn: core.JaxprEqn, batched: Sequence[bool]) -> list[tuple[core.Ja
 
 def batched_outputs(jaxpr: core.Jaxpr, batched: Sequence[bool]) -> list[bool]:
     """Which results depend on the example."""
-    found = dependent(jaxpr, batched)
-    return [isinstance(v, core.Var) and v in found for v in jaxpr.outvars]
-
-
-def inner(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
-    """The programs within an equation."""
-    found = []
-    for param in eqn.params.values():
-        for item in param if isinstance(param, tuple | list) else (param,):
-            if isinstance(item, core.ClosedJaxpr):
-                found.append(item.jaxpr)
-            elif isinstance(item, core.Jaxpr):
-                found.append(item)
-    return found
+    return are_in(jaxpr.outvars, dependent(jaxpr, batched))

@@ -1,18 +1,20 @@
-"""Where each gradient is produced, and what lies between there and the program's result.
+"""Where each gradient is produced, and what stands between there and the program's result.
 
 The program is the gradient of *one* example's loss. From each gradient's result we walk back:
 
-- permutations of elements (transpose, reshape, ...) commute with "apply φ, then sum over examples": they are left for
-  afterwards, on the reduced arrays;
-- elementwise functions of one variable (a cast, a sign) belong to φ;
-- a gradient put together from parts that do not overlap (slices of one parameter, each used elsewhere) is as many
-  gradients, each reduced by itself;
-- a sum over the devices that share the batch (psum, reduce-scatter) is left for afterwards as well;
-- a `scan` that stacks gradients of its layers, a `remat`, or a `cond` is entered: the reduction happens inside its body;
+- permutations of elements (transpose, reshape, ...) commute with "apply φ, then sum over examples": they are deferred and
+  applied to the reduced arrays (`Permuted`);
+- elementwise functions of one variable (a cast, a sign) are absorbed into φ (`Mapped`);
+- a gradient that is put together from parts that do not overlap (slices of one parameter, each used elsewhere) is several
+  gradients, each reduced separately (`Concatenated`);
+- a sum over the devices that share the batch (psum, reduce-scatter) is deferred as well (`CrossDeviceSum`);
+- a `scan` that stacks gradients of its layers, a `remat`, or a `cond` is entered: the reduction happens inside its body
+  (`InControlFlow`);
 - anything else, up to and including the first equation that contracts (a matrix product, a convolution, a scatter-add, a
-  sum), is the *producer*: a small function from batched arrays to one example's gradient, to be reduced without ever
-  holding all examples' gradients;
-- what cannot be followed is kept: computed for all examples at once, then reduced. Exact, but of size N × parameter.
+  sum), is the *producer*: a small function from batched arrays to one example's gradient, to be reduced without ever holding
+  all examples' gradients (`Producer`);
+- what cannot be followed is computed for all examples at once, then reduced: exact, but of size N × parameter
+  (`Materialized`).
 """
 
 from __future__ import annotations
@@ -26,34 +28,22 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from perex_t5x.per_example.engine import jaxprs, shard_map
-
-PERMUTATIONS = {"transpose", "reshape", "squeeze", "rev", "copy", "copy_p"}
-UNARY = {"convert_element_type", "neg"}
-SUMS = {"add", "add_any"}
-CONTRACTIONS = {
-    "dot_general", "conv_general_dilated", "scatter-add", "reduce_sum", "cumsum", "select_and_scatter_add",
-    "reduce_window_sum", "segment_sum", "psum", "psum_invariant",
-}  # fmt: skip
-# Equations that a producer may consist of besides: cheap, and no larger in than out.
-CHEAP = {
-    "add", "add_any", "sub", "mul", "div", "neg", "select_n", "pad", "slice", "concatenate", "broadcast_in_dim",
-    "dynamic_slice", "dynamic_update_slice", "convert_element_type", "transpose", "reshape", "squeeze", "rev", "copy",
-    "copy_p", "reduce_precision", "integer_pow", "square", "pvary",
-}  # fmt: skip
+from perex_t5x.per_example.engine import jaxprs, primitives, shard_map
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class Materialized:
     """A value (or a literal) that exists for all examples; `small`, if no larger than what it is made of."""
 
     var: Any
-    reason: str
+    reason: str  # completes "... have to be materialised because"
     small: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Permuted:
+    """Elements of `child`, moved."""
+
     eqn: core.JaxprEqn
     child: Any
 
@@ -67,7 +57,7 @@ class Mapped:
 
 
 @dataclasses.dataclass(frozen=True)
-class Assembled:
+class Concatenated:
     """Parts that fill `shape` without overlap: (start of the part, its shape, its node)."""
 
     shape: tuple[int, ...]
@@ -75,7 +65,7 @@ class Assembled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Inside:
+class InControlFlow:
     """Result `index` of a loop, branch or remat whose body is entered."""
 
     eqn: core.JaxprEqn
@@ -89,19 +79,19 @@ class Producer:
     eqns: tuple[core.JaxprEqn, ...]
     root: core.Var
     leaves: tuple[core.Var, ...]
-    note: str = ""  # why one example's gradient is held for all examples, if it is
-    held: tuple[core.Var, ...] = ()
+    note: str = ""  # why arrays of the gradient's size are materialised for all examples, if they are
+    held: tuple[core.Var, ...] = ()  # those arrays
 
 
 @dataclasses.dataclass(frozen=True)
-class Crossed:
+class CrossDeviceSum:
     """A sum over the devices that share the batch: done after φ and after each device's own sum."""
 
-    eqns: tuple[core.JaxprEqn, ...]  # in order: see `manual.sum_ending_in`
+    eqns: tuple[core.JaxprEqn, ...]  # in order: see `shard_map.sum_ending_in`
     child: Any
 
 
-Node = Kept | Permuted | Mapped | Assembled | Inside | Producer | Crossed
+Node = Materialized | Permuted | Mapped | Concatenated | InControlFlow | Producer | CrossDeviceSum
 
 
 @dataclasses.dataclass
@@ -111,26 +101,30 @@ class Plan:
     needed: set[core.Var]  # what must be computed
 
     def due(self, jaxpr: core.Jaxpr) -> dict[int, list[int]]:
-        """Number of equations -> the results that can be reduced once so many have run, and not before."""
+        """Number of equations -> the results that can be reduced once that many have run, and not before.
+
+        Reducing at the first opportunity, rather than at the end, is what lets the activations that a gradient is made of be
+        freed: the compiler keeps the program's order of memory-bound work to a large degree.
+        """
         numbers = {id(eqn): count for count, eqn in enumerate(jaxpr.eqns, 1)}
         made = {v: numbers[id(eqn)] for eqn in jaxpr.eqns for v in eqn.outvars}
 
         def after(node: Node) -> int:
             match node:
-                case Permuted(child=child) | Mapped(child=child) | Crossed(child=child):
+                case Permuted(child=child) | Mapped(child=child) | CrossDeviceSum(child=child):
                     return after(child)
-                case Assembled(parts=parts):
+                case Concatenated(parts=parts):
                     return max((after(child) for _, _, child in parts), default=0)
-                case Inside(eqn=eqn):
+                case InControlFlow(eqn=eqn):
                     return numbers[id(eqn)]
                 case Producer(leaves=leaves):
                     return max((made.get(v, 0) for v in leaves), default=0)
             return made.get(node.var, 0) if isinstance(node.var, core.Var) else 0
 
-        found: dict[int, list[int]] = {}
+        by_count: dict[int, list[int]] = {}
         for index, node in self.nodes.items():
-            found.setdefault(after(node), []).append(index)
-        return found
+            by_count.setdefault(after(node), []).append(index)
+        return by_count
 
 
 def size(v: Any) -> int:
@@ -150,16 +144,19 @@ def make_plan(
 
     def walk(v: Any) -> Node:
         if isinstance(v, core.Literal) or v not in sources:
-            return Kept(v, "is an input of the program")
+            return Materialized(v, "they are an input of the program")
         eqn, index = sources[v]
         name = eqn.primitive.name
         if uses[v] > 1:
-            return Kept(v, "is also used elsewhere", not _grows(v, eqn, depends))
+            # Deferring its equations would leave the other reader without a value, and computing them twice is not free.
+            return Materialized(v, "another part of the program uses them, too", not _grows(v, eqn, depends))
         if crossing := shard_map.sum_ending_in(eqn, data_axes, sources, uses):
             deferred.update(id(e) for e in crossing)
-            return Crossed(crossing, walk(crossing[0].invars[0]))
-        if name in jaxprs.REMAT | {"cond", "shard_map"} or (name == "scan" and index >= eqn.params["num_carry"]):
-            return Inside(eqn, index)
+            return CrossDeviceSum(crossing, walk(crossing[0].invars[0]))
+        # The carry of a scan mixes steps; only what it stacks is one step's gradient as it is. (Gradients that are added up
+        # in a carry have been taken out of it before: `rewrites.scans.accumulations`.)
+        if name in primitives.REMAT | {"cond", "shard_map"} or (name == "scan" and index >= eqn.params["num_carry"]):
+            return InControlFlow(eqn, index)
         if is_permutation(eqn):
             deferred.add(id(eqn))
             return Permuted(eqn, walk(eqn.invars[0]))
@@ -169,12 +166,12 @@ def make_plan(
         if parts := _parts(v, sources, uses):
             used, boxes = parts
             deferred.update(id(e) for e in used)
-            return Assembled(v.aval.shape, tuple((start, x.aval.shape, walk(x)) for start, x in boxes))
-        if name in CONTRACTIONS | CHEAP or is_accumulation(eqn):
+            return Concatenated(v.aval.shape, tuple((start, x.aval.shape, walk(x)) for start, x in boxes))
+        if name in primitives.CONTRACTIONS | primitives.CHEAP or is_accumulation(eqn):
             node = produce(jaxpr, v, sources, uses, depends)
             deferred.update(id(e) for e in node.eqns)
             return node
-        return Kept(v, f"comes out of `{name}`", name == "scan" and not _grows(v, eqn, depends))
+        return Materialized(v, f"{name} produces them", name == "scan" and not _grows(v, eqn, depends))
 
     nodes = {i: walk(jaxpr.outvars[i]) for i in wanted}
     needed = _needed(jaxpr, nodes, deferred)
@@ -188,7 +185,11 @@ def produce(
     uses: dict[core.Var, int],
     depends: set[core.Var] | None = None,
 ) -> Producer:
-    """The producer of `root`: as much of what comes before it as is no smaller than what it is made of."""
+    """The producer of `root`: as much of what comes before it as is no smaller than what it is made of.
+
+    The leaves are computed for all examples at once, so the cut has to be where values are small; and what is inside runs
+    once per example, so it should not contain more than necessary.
+    """
     order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
     eqns: list[core.JaxprEqn] = []
     leaves: dict[core.Var, None] = {}
@@ -203,7 +204,7 @@ def produce(
             eqn is not None
             and uses[v] == 1
             and len(eqn.outvars) == 1
-            and (eqn.primitive.name in CONTRACTIONS | CHEAP or is_accumulation(eqn))
+            and (eqn.primitive.name in primitives.CONTRACTIONS | primitives.CHEAP or is_accumulation(eqn))
             # What is smaller than the gradient may exist for all examples, unless what it is made of is smaller still.
             and (size(v) >= size(root) or size(v) > sum(size(x) for x in eqn.invars if isinstance(x, core.Var)))
         )
@@ -213,7 +214,7 @@ def produce(
                 held.append(v)
             continue
         eqns.append(eqn)
-        contracts = eqn.primitive.name in CONTRACTIONS or is_accumulation(eqn)
+        contracts = eqn.primitive.name in primitives.CONTRACTIONS or is_accumulation(eqn)
         for i, x in enumerate(eqn.invars):
             # Of a contraction only the array that a scatter-add begins with is looked into: it is usually zeros.
             if not contracts or (eqn.primitive.name == "scatter-add" and i == 0):
@@ -222,7 +223,7 @@ def produce(
                 leaves[x] = None
     eqns.sort(key=lambda eqn: order[id(eqn)])
     made = {v for eqn in eqns for v in eqn.outvars}
-    note = f"is made of what comes out of `{sources[held[0]][0].primitive.name}`" if held else ""
+    note = f"they are made from results of {sources[held[0]][0].primitive.name}" if held else ""
     return Producer(tuple(eqns), root, tuple(v for v in leaves if v not in made), note, tuple(held))
 
 
@@ -232,7 +233,7 @@ def _grows(v: core.Var, eqn: core.JaxprEqn, depends: set[core.Var]) -> bool:
 
 
 def is_accumulation(eqn: core.JaxprEqn) -> bool:
-    """A scan that only adds up one array over its steps: `rewrites.split_accumulations` makes them."""
+    """A scan that only adds up one array over its steps: `rewrites.scans.accumulations` makes them."""
     return eqn.primitive.name == "scan" and eqn.params["num_carry"] == 1 and len(eqn.outvars) == 1
 
 
@@ -241,12 +242,12 @@ def is_permutation(eqn: core.JaxprEqn) -> bool:
         return (
             len(eqn.invars) == 1 and isinstance(eqn.invars[0], core.Var) and size(eqn.invars[0]) == size(eqn.outvars[0])
         )
-    return eqn.primitive.name in PERMUTATIONS
+    return eqn.primitive.name in primitives.PERMUTATIONS
 
 
 def is_unary(eqn: core.JaxprEqn) -> bool:
-    """A cast or a sign. (A cast that drops the imaginary part is no factor of its argument.)"""
-    return eqn.primitive.name in UNARY and not (
+    """A cast or a sign; not a cast that drops the imaginary part, which is no factor of its argument."""
+    return eqn.primitive.name in primitives.UNARY and not (
         np.issubdtype(eqn.invars[0].aval.dtype, np.complexfloating)
         and not np.issubdtype(eqn.outvars[0].aval.dtype, np.complexfloating)
     )
@@ -263,7 +264,12 @@ def is_zeros(v: Any, sources: dict[core.Var, tuple[core.JaxprEqn, int]]) -> bool
 def _parts(
     root: core.Var, sources: dict[core.Var, tuple[core.JaxprEqn, int]], uses: dict[core.Var, int]
 ) -> tuple[list[core.JaxprEqn], list[tuple[tuple[int, ...], core.Var]]] | None:
-    """If `root` is put together from parts that fill it without overlap: the equations that do it, and the parts."""
+    """If `root` is put together from parts that fill it without overlap: the equations that do it, and the parts.
+
+    The gradient of `w[:k]` is a pad of zeros around a smaller gradient, so that of a parameter used in slices is a sum of
+    pads. φ of such a sum is not the sum of φ, unless every element comes from one part alone: parts may not overlap. And
+    they must fill the whole, since φ(0) of an element that no part has need not be 0.
+    """
     used: list[core.JaxprEqn] = []
     boxes: list[tuple[tuple[int, ...], core.Var]] = []
     ndim = len(root.aval.shape)
@@ -300,6 +306,7 @@ def _parts(
                 return None
     if not all(isinstance(x, core.Var) for _, x in boxes) or sum(size(x) for _, x in boxes) != size(root):
         return None
+    # Sizes that add up, and no pair that overlaps: then every element is in exactly one part.
     for (a, x), (b, y) in itertools.combinations(boxes, 2):
         shapes = zip(a, x.aval.shape, b, y.aval.shape, strict=True)
         if all(i < j + m and j < i + n for i, n, j, m in shapes):
@@ -313,16 +320,16 @@ def _needed(jaxpr: core.Jaxpr, nodes: dict[int, Node], deferred: set[int]) -> se
 
     def add(node: Node) -> None:
         match node:
-            case Permuted(child=child) | Mapped(child=child) | Crossed(child=child):
+            case Permuted(child=child) | Mapped(child=child) | CrossDeviceSum(child=child):
                 add(child)
-            case Assembled(parts=parts):
+            case Concatenated(parts=parts):
                 for _, _, child in parts:
                     add(child)
-            case Kept(var=v) if isinstance(v, core.Var):
+            case Materialized(var=v) if isinstance(v, core.Var):
                 needed.add(v)
             case Producer(leaves=leaves):
                 needed.update(leaves)
-            case Inside(eqn=eqn, index=i):
+            case InControlFlow(eqn=eqn, index=i):
                 needed.add(eqn.outvars[i])
 
     for node in nodes.values():

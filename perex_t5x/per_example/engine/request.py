@@ -1,19 +1,192 @@
-"""The arguments of one call of the engine, checked and laid out by units, and the gradient of one unit."""
+"""One request to the engine: the loss's arguments, checked and laid out by units, and the gradient of one unit."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from perex_t5x.per_example.engine import jaxprs, microbatch, shard_map
-from perex_t5x.per_example.engine.arguments import Roles, Selected, check_divides, num_examples
-from perex_t5x.per_example.engine.sharding import Placement
-from perex_t5x.per_example.statistic import SHIFTABLE, Statistic
+from perex_t5x.per_example.engine import jaxprs, shard_map
+from perex_t5x.per_example.engine.sharding import AutoSharding
+from perex_t5x.per_example.reductions.reducer import ReductionContext, ReductionSpec
+from perex_t5x.per_example.statistic import Statistic
+
+# --- the roles of arguments -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """Which of the loss's arguments are differentiated, which have an example axis, which are PRNG keys."""
+
+    argnums: tuple[int, ...]
+    batch_argnums: tuple[int, ...]
+    rng_argnums: tuple[int, ...]
+    single: bool  # argnums was an int: the gradient is a tree, not a tuple of trees
+
+    @classmethod
+    def make(cls, argnums: Any, batch_argnums: Any, rng_argnums: Any) -> Roles:
+        single = isinstance(argnums, int)
+        roles = cls(_tuple(argnums), _tuple(batch_argnums), _tuple(rng_argnums), single)
+        if not roles.argnums:
+            raise ValueError("argnums is empty: name the arguments to differentiate.")
+        if not roles.batch_argnums:
+            raise ValueError("batch_argnums is empty: name the arguments that have an example axis.")
+        every = [*roles.argnums, *roles.batch_argnums, *roles.rng_argnums]
+        for i in every:
+            if i < 0:
+                raise ValueError(f"argument {i}: count arguments from 0, negative positions are not supported.")
+            if every.count(i) > 1:
+                raise ValueError(
+                    f"argument {i} has two roles: argnums={roles.argnums}, batch_argnums={roles.batch_argnums}, "
+                    f"rng_argnums={roles.rng_argnums}."
+                )
+        return roles
+
+    def check_arity(self, given: int) -> None:
+        """Raises if a role names an argument that was not given."""
+        for name in ("argnums", "batch_argnums", "rng_argnums"):
+            for i in getattr(self, name):
+                if i >= given:
+                    raise ValueError(f"{name} names argument {i}, but the loss was given {given}.")
+
+
+def parameter_filter(parameters: str | Callable[[str], bool] | None) -> Callable[[str], bool] | None:
+    """A function from a parameter's name to whether its gradient is wanted."""
+    if parameters is None or callable(parameters):
+        return parameters
+    try:
+        pattern = re.compile(parameters)
+    except (re.error, TypeError) as e:
+        raise ValueError(
+            f"parameters = {parameters!r}: give a regular expression or a function of the name; {e}."
+        ) from e
+    return lambda name: pattern.search(name) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Selected:
+    """The leaves that are differentiated, among those of the arguments `argnums`.
+
+    Attributes:
+      names: of the selected leaves, 'layers/w'; with several argnums the argument's number comes first.
+      chosen: of all leaves of those arguments, which are selected.
+      tree: the structure of the gradient: of the argument, or of a tuple of arguments.
+      shapes: of the selected leaves.
+    """
+
+    roles: Roles
+    names: tuple[str, ...]
+    chosen: tuple[bool, ...]
+    tree: Any
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def make(cls, arguments: Sequence[Any], roles: Roles, wanted: Callable[[str], bool] | None) -> Selected:
+        names, leaves = [], []
+        for i in roles.argnums:
+            prefix = "" if roles.single else f"{i}/"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(arguments[i]):
+                names.append(prefix + (jax.tree_util.keystr(path, simple=True, separator="/") or f"argument {i}"))
+                leaves.append(leaf)
+        chosen = [wanted is None or bool(wanted(name)) for name in names]
+        if not any(chosen):
+            listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise ValueError(f"parameters selects none of the parameters: {listed or 'there are none'}.")
+        for name, leaf, c in zip(names, leaves, chosen, strict=True):
+            if c and not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                raise ValueError(
+                    f"parameter {name} has dtype {jnp.result_type(leaf)}, which has no gradient: leave it out with "
+                    "parameters=..., or give it as another argument."
+                )
+        differentiated = tuple(arguments[i] for i in roles.argnums)
+        tree = jax.tree.structure(differentiated[0] if roles.single else differentiated)
+        picked = [(n, jnp.shape(x)) for n, x, c in zip(names, leaves, chosen, strict=True) if c]
+        return cls(roles, tuple(n for n, _ in picked), tuple(chosen), tree, tuple(shape for _, shape in picked))
+
+    def leaves(self, arguments: Sequence[Any]) -> list[Any]:
+        every = jax.tree.leaves(tuple(arguments[i] for i in self.roles.argnums))
+        return [x for x, c in zip(every, self.chosen, strict=True) if c]
+
+    def others(self, arguments: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
+        """What is shared and held constant: leaves that are not selected, and the other arguments."""
+        every = jax.tree.leaves(tuple(arguments[i] for i in self.roles.argnums))
+        given = {*self.roles.argnums, *self.roles.batch_argnums}
+        return (
+            [x for x, c in zip(every, self.chosen, strict=True) if not c],
+            {i: a for i, a in enumerate(arguments) if i not in given},
+        )
+
+    def fill(self, differentiated: Sequence[Any], others: tuple[list[Any], dict[int, Any]], arity: int) -> list[Any]:
+        """The loss's arguments again; those with an example axis are left None."""
+        mine, constant = iter(differentiated), iter(others[0])
+        filled = self.tree.unflatten([next(mine) if c else next(constant) for c in self.chosen])
+        full: list[Any] = [None] * arity
+        for i, a in zip(self.roles.argnums, (filled,) if self.roles.single else filled, strict=True):
+            full[i] = a
+        for i, a in others[1].items():
+            full[i] = a
+        return full
+
+    def trees(self, values: dict[str, Sequence[Any]]) -> dict[str, Any]:
+        """Name -> a tree like the parameters, with None for those that are not selected."""
+        result = {}
+        for name, leaves in values.items():
+            rest = iter(leaves)
+            result[name] = self.tree.unflatten([next(rest) if c else None for c in self.chosen])
+        return result
+
+    def auto_shardings(self, shardings: Any) -> list[AutoSharding | None]:
+        """Of the selected leaves, from a tree like the parameters; Nones without one."""
+        if shardings is None:
+            return [None] * len(self.names)
+        try:
+            every = self.tree.flatten_up_to(shardings)
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"shardings does not have the parameters' structure: {e}") from e
+        chosen = [s for s, c in zip(every, self.chosen, strict=True) if c]
+        return [AutoSharding.of(s, len(shape)) for s, shape in zip(chosen, self.shapes, strict=True)]
+
+
+def _tuple(x: int | Sequence[int]) -> tuple[int, ...]:
+    return (x,) if isinstance(x, int) else tuple(x)
+
+
+def num_examples(arguments: Sequence[Any], roles: Roles) -> int:
+    """The common length of the leading axes; names the leaves that disagree."""
+    roles.check_arity(len(arguments))
+    sizes: dict[str, int] = {}
+    for i in roles.batch_argnums:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arguments[i]):
+            name = f"argument {i}{jax.tree_util.keystr(path)}"
+            if jnp.ndim(leaf) == 0:
+                raise ValueError(f"{name} is a scalar: every leaf of a batch needs a leading axis of examples.")
+            sizes[name] = jnp.shape(leaf)[0]
+    if not sizes:
+        raise ValueError("the batch has no arrays.")
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise ValueError(f"the leaves of the batch have different numbers of examples: {listed}.")
+    (count,) = set(sizes.values())
+    if count == 0:
+        raise ValueError("the batch has zero examples.")
+    return count
+
+
+def check_divides(what: str, part: int, whole_name: str, whole: int) -> None:
+    if isinstance(part, bool) or not isinstance(part, int | np.integer) or part < 1:
+        raise ValueError(f"{what} = {part!r}: must be a positive whole number.")
+    if whole % part:
+        near = [d for d in range(1, whole + 1) if whole % d == 0]
+        best = min(near, key=lambda d: (abs(d - part), d))
+        raise ValueError(f"{what} = {part} does not divide {whole_name} = {whole}. Nearest that does: {best}.")
+
+
+# --- the request ------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,37 +218,45 @@ class Options:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Arrays of a call; those of units have a leading axis M, then one of the b examples."""
+    """Arrays of a request; those of units have a leading axis M, then one of the b examples."""
 
     differentiated: list[Any]  # selected leaves
     others: Any
     batch: Any
     indices_Mxb: jax.Array
     weights_Mxb: jax.Array | None
-    shift: list[Any] | None
+
+    @property
+    def num_units(self) -> int:
+        return self.indices_Mxb.shape[0]
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """A call's arguments, checked and laid out."""
+class Request:
+    """The arguments of one call, checked and laid out.
+
+    Attributes:
+      count: examples on this device.
+      microbatch: units at a time.
+      context: what all reductions of this request have in common; a chunk of units completes it.
+      shardings, sharded_over: of each selected parameter, see `ReductionSpec`.
+    """
 
     loss_fn: Callable[..., Any]
     options: Options
     selected: Selected
     arity: int
     count: int
-    microbatch: int  # units at a time
+    microbatch: int
     inputs: Inputs
-    varying: frozenset[str]  # mesh axes, see `forms.Reducer`
-    devices: frozenset[str]
-    shift: list[Any] | None  # as it was given
-    places: list[Placement | None]  # of the selected parameters
-    parts: list[tuple[str, ...] | None]
+    context: ReductionContext
+    shardings: list[AutoSharding | None]
+    sharded_over: list[tuple[str, ...] | None]
 
     @classmethod
     def make(
-        cls, loss_fn: Any, options: Options, arguments: tuple[Any, ...], weights: Any, first_index: Any, shift: Any
-    ) -> Call:
+        cls, loss_fn: Any, options: Options, arguments: tuple[Any, ...], weights: Any, first_index: Any
+    ) -> Request:
         roles, b = options.roles, options.group_size
         count = num_examples(arguments, roles)
         check_divides("group_size", b, "the number of examples", count)
@@ -88,6 +269,7 @@ class Call:
             check_divides("microbatch_size", options.microbatch_size, "the number of examples", count)
         selected = Selected.make(arguments, roles, options.parameters)
         shard_map.check_data_axes(options.data_axes)
+        # Examples are numbered over all devices: a key's fold_in, and so dropout, must not depend on the mesh.
         mine = jnp.asarray(count * shard_map.device_index(options.data_axes), jnp.uint32)
         indices = jnp.asarray(first_index, jnp.uint32) + mine + jnp.arange(count, dtype=jnp.uint32)
         rows = jax.tree.map(
@@ -99,25 +281,38 @@ class Call:
             batch=rows,
             indices_Mxb=indices.reshape(units, b),
             weights_Mxb=_weights(weights, count, b),
-            shift=None if shift is None else selected.like_parameters(shift, "shift"),
         )
-        if inputs.shift is not None and options.unit == "token":
-            raise ValueError("unit='token' takes no shift.")
-        if inputs.shift is not None and not {s.name for s in options.statistics}.issuperset(SHIFTABLE):
-            raise ValueError(f"shift needs the statistics {' and '.join(SHIFTABLE)}: ask for both.")
-        devices = (
+        # Without data_axes the statistics are of this device's examples, and a loss may still not mix devices': whatever
+        # the batch varies over, or (check_vma=False, nothing known) any manual axis, may divide the examples.
+        device_axes = (
             frozenset(options.data_axes) or shard_map.varying_axes(inputs.batch) or frozenset(shard_map.manual_axes())
         )
         varying = shard_map.varying_axes(inputs)
-        parts: list[tuple[str, ...] | None] = [None] * len(inputs.differentiated)
+        sharded_over: list[tuple[str, ...] | None] = [None] * len(inputs.differentiated)
         if varying:
             differs = [shard_map.varying_axes(x) for x in inputs.differentiated]
-            parts = [tuple(a for a in options.data_axes if a in axes) for axes in differs]
-        given, inputs = inputs.shift, shard_map.vary(inputs, varying)
-        places = selected.places(options.shardings)
-        return cls(
-            loss_fn, options, selected, len(arguments), count, micro, inputs, varying, devices, given, places, parts
+            sharded_over = [tuple(a for a in options.data_axes if a in axes) for axes in differs]
+        context = ReductionContext(
+            options.statistics,
+            units,
+            unit=options.unit,
+            kernels=options.kernels,
+            varying=varying,
+            device_axes=device_axes,
+            data_axes=options.data_axes,
+            transport=options.transport,
         )
+        # Parameters too: JAX would otherwise sum the gradient of one that is the same on all devices over their examples.
+        inputs = shard_map.vary(inputs, varying)
+        shardings = selected.auto_shardings(options.shardings)
+        return cls(loss_fn, options, selected, len(arguments), count, micro, inputs, context, shardings, sharded_over)
+
+    def specs(self, initial: Sequence[Any] | None) -> list[ReductionSpec]:
+        """How each selected parameter's gradient is to be reduced; `initial`: sums to add to, one entry per parameter."""
+        return [
+            ReductionSpec(initial=None if initial is None else initial[i], sharding=s, sharded_over=axes)
+            for i, (s, axes) in enumerate(zip(self.shardings, self.sharded_over, strict=True))
+        ]
 
     @property
     def num_devices(self) -> int:
@@ -128,17 +323,10 @@ class Call:
         leaves, tree = jax.tree.flatten(self.inputs)
         return tree, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
 
-    def automatic_sizes(self) -> dict[str, int]:
-        """Examples at a time, by platform."""
-        program, _ = trace(self.unit_gradient(), self.inputs)
-        parameters = sum(jnp.size(x) for x in self.inputs.differentiated)
-        units = self.inputs.indices_Mxb.shape[0]
-        chosen = microbatch.choose(jaxprs.inline(program), units, parameters)
-        return {platform: size * self.options.group_size for platform, size in chosen.items()}
-
     def unit_gradient(self) -> Callable[..., Any]:
         """(differentiated, others, batch, indices, weights) of one unit -> ((its loss, (losses, aux)), gradients)."""
         roles, options = self.options.roles, self.options
+        # Where the batch loss is the sum of the examples' losses, the mean of B ∇ℓ_i is its gradient.
         scale = self.count * self.num_devices if options.reduction == "sum" else 1
 
         def example(differentiated: Any, others: Any, row: Any, index: jax.Array) -> Any:
@@ -152,6 +340,7 @@ class Call:
             return _scalar(loss), aux
 
         def unit(differentiated: Any, others: Any, batch: Any, indices_b: jax.Array, weights_b: Any) -> Any:
+            # A unit of one example needs no `vmap`, and no axis of size one for the examples of a group.
             if indices_b.shape[0] == 1:
                 loss, aux = example(differentiated, others, jax.tree.map(lambda x: x[0], batch), indices_b[0])
                 return scale * loss, (loss[None], jax.tree.map(lambda x: jnp.asarray(x)[None], aux))

@@ -1,11 +1,12 @@
 """The engine inside `jax.shard_map`: every device has its own examples.
 
-Two traps lie here, and both would be silent:
+There are two traps, and both would be silent:
 
-- With `check_vma=True` JAX sums the gradient of a replicated parameter over devices by itself, so φ would see sums of
+- With `check_vma=True` JAX sums the gradient of a replicated parameter over devices automatically, so φ would see sums of
   different devices' examples. `vary` makes parameters differ by device before anything is differentiated.
 - A parameter that is gathered inside the loss (FSDP) has a gradient that ends in a reduce-scatter, which adds different
-  devices' examples. There φ and the sum over a device's own examples come first, then the collective: see `plan.Crossed`.
+  devices' examples. There φ and the sum over a device's own examples come first, then the collective: see
+  `plan.CrossDeviceSum`.
 
 Any other collective over the data axes would mix examples of different devices inside the loss, and is refused.
 """
@@ -21,12 +22,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from perex_t5x.per_example import collectives
-from perex_t5x.per_example.engine import jaxprs
-
-# Sums over devices that may stand at the end of a gradient. All of them are linear, and act on elements alone.
-SUMS = {"psum", "psum_invariant", "reduce_scatter"}
-# Primitives that name axes but move nothing between devices.
-_LOCAL = {"axis_index", "pvary", "pcast"}
+from perex_t5x.per_example.engine import jaxprs, primitives
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
@@ -42,28 +38,29 @@ def vary(tree: Any, axes: frozenset[str]) -> Any:
 
     def one(x: Any) -> Any:
         missing = axes - jax.typeof(x).manual_axis_type.varying
+        # Casting what varies already is an error of JAX's, so only the missing axes.
         return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
     return jax.tree.map(one, jax.tree.map(jnp.asarray, tree))
 
 
 def manual_axes() -> tuple[str, ...]:
-    """The axes of the `shard_map`s around."""
+    """The axes of the enclosing `shard_map`s."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def automatic_axes() -> frozenset[str]:
-    """Mesh axes that no `shard_map` around has made manual."""
+    """Mesh axes that no enclosing `shard_map` has made manual."""
     mesh = jax.sharding.get_abstract_mesh()
     return frozenset() if mesh.empty else frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
 
 
 def check_data_axes(axes: Sequence[str]) -> None:
-    """Raises unless all of them are axes of a `shard_map` around."""
-    around = manual_axes()
+    """Raises unless all of them are axes of an enclosing `shard_map`."""
+    manual = manual_axes()
     for axis in axes:
-        if axis not in around:
-            here = f"the axes here are {', '.join(around)}" if around else "there is no shard_map around this call"
+        if axis not in manual:
+            here = f"the axes here are {', '.join(manual)}" if manual else "this call is not inside a shard_map"
             raise ValueError(
                 f"data_axes names {axis!r}, but {here}. Statistics over devices are computed inside jax.shard_map with "
                 "these axes manual."
@@ -82,7 +79,7 @@ def device_index(axes: Sequence[str]) -> Any:
 
 def axes_of(eqn: core.JaxprEqn) -> tuple[str, ...]:
     """The mesh axes over which an equation communicates; () for others."""
-    if eqn.primitive.name in _LOCAL:
+    if eqn.primitive.name in primitives.LOCAL_TO_DEVICE:
         return ()
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     names = names if isinstance(names, tuple | list) else (names,)
@@ -103,9 +100,9 @@ def communicates(eqn: core.JaxprEqn, batched: Sequence[bool], axes: frozenset[st
     for body, flags in bodies:
         depends = jaxprs.dependent(body, flags)
         for e in body.eqns:
-            found = communicates(e, [isinstance(v, core.Var) and v in depends for v in e.invars], axes)
-            if found is not None:
-                return found
+            collective = communicates(e, jaxprs.are_in(e.invars, depends), axes)
+            if collective is not None:
+                return collective
     return None
 
 
@@ -120,20 +117,27 @@ def sum_ending_in(
     if eqn.primitive.name == "shard_map":
         return (eqn,) if _only_sums(eqn, axes) else None
     over = axes_of(eqn)
-    if eqn.primitive.name not in SUMS or not over or not axes.issuperset(over) or len(eqn.outvars) > 1:
+    if (
+        eqn.primitive.name not in primitives.CROSS_DEVICE_SUMS
+        or not over
+        or not axes.issuperset(over)
+        or len(eqn.outvars) > 1
+    ):
         return None
     if eqn.params.get("axis_index_groups") is None:
         return (eqn,)
-    found: list[core.JaxprEqn] = []
+    # Scatters within groups, one stage after the other, sum over all devices only if every device's part meets device 0's
+    # exactly once: follow, backwards, the set of devices whose values have reached device 0.
+    stages: list[core.JaxprEqn] = []
     reached = {0}
-    while _is_stage_like(eqn, found):
-        found.insert(0, eqn)
+    while _is_stage_like(eqn, stages):
+        stages.insert(0, eqn)
         before = {i for group in eqn.params["axis_index_groups"] for i in group if reached.intersection(group)}
         if len(before) != len(reached) * len(eqn.params["axis_index_groups"][0]):
             return None  # some device would be counted twice
         reached = before
         if len(reached) == num_devices(over):
-            return tuple(found)
+            return tuple(stages)
         v = eqn.invars[0]
         if not isinstance(v, core.Var) or v not in sources or uses[v] > 1:
             return None
@@ -147,16 +151,16 @@ def _only_sums(region: core.JaxprEqn, axes: frozenset[str]) -> bool:
     if len(body.invars) != 1 or len(body.outvars) != 1 or region.params["in_specs"] != region.params["out_specs"]:
         return False
     sources, uses = jaxprs.source_of(body), jaxprs.use_counts(body)
-    v, found = body.outvars[0], False
+    v, has_sum = body.outvars[0], False
     while isinstance(v, core.Var) and v in sources and uses[v] == 1:
         eqn = sources[v][0]
         if crossing := sum_ending_in(eqn, axes, sources, uses):
-            v, found = crossing[0].invars[0], True
+            v, has_sum = crossing[0].invars[0], True
         elif eqn.primitive.name == "transpose":
             v = eqn.invars[0]
         else:
             return False
-    return found and v is body.invars[0]
+    return has_sum and v is body.invars[0]
 
 
 def summed_axes(eqns: Sequence[core.JaxprEqn]) -> tuple[str, ...]:
@@ -169,7 +173,7 @@ def summed_axes(eqns: Sequence[core.JaxprEqn]) -> tuple[str, ...]:
 
 
 def cross(eqns: Sequence[core.JaxprEqn], x: jax.Array, transport: Any) -> jax.Array:
-    """Applies the equations of `sum_ending_in` to an array of whatever dtype."""
+    """Applies the equations of `sum_ending_in` to sums, whose dtype need not be the gradient's (float32, not bfloat16)."""
     last = eqns[-1]
     if last.primitive.name == "shard_map":
         p = last.params
@@ -230,6 +234,6 @@ class MixesDevicesError(ValueError):
 
 def refuse(eqn: core.JaxprEqn, batched: Sequence[bool], axes: frozenset[str]) -> None:
     """Raises if an equation communicates values of examples over the axes that divide them."""
-    found = communicates(eqn, batched, axes)
-    if found is not None:
-        raise MixesDevicesError(found.primitive.name, axes.intersection(axes_of(found)))
+    collective = communicates(eqn, batched, axes)
+    if collective is not None:
+        raise MixesDevicesError(collective.primitive.name, axes.intersection(axes_of(collective)))

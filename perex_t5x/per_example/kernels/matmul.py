@@ -3,7 +3,7 @@
     for each tile of the gradient: for each example n: for each chunk of the sequence:
         the tile of S_nᵀ R_n, in float32; after the last chunk it is added to the sums' tiles, one for each φ
 
-The sums' tiles stay in vector memory while the examples pass by, so a gradient is never written to the main memory. The
+The sums' tiles stay in vector memory while the examples pass by, so a gradient is never written to main memory. The
 additions take place while the matrix units work: the statistics cost next to nothing.
 """
 
@@ -55,7 +55,9 @@ def sums_of_products(
       precision: of the product.
       interpret: as in `pallas_call`: True runs the kernel on a CPU, slowly.
     """
-    if not interpret:  # who makes them may then write bfloat16 at once
+    # The matrix units would round to bfloat16 anyway. Outside of the kernel the cast fuses with whatever makes the operands,
+    # and half the bytes are written and read. (The interpreter multiplies in float32: casting would change its result.)
+    if not interpret:
         s_NxTxI, r_NxTxJ = (x.astype(rounded_to(x.dtype, precision)) for x in (s_NxTxI, r_NxTxJ))
     padding = padded_length(s_NxTxI.shape[1]) - s_NxTxI.shape[1]
     if padding:  # zeros add nothing
@@ -75,6 +77,8 @@ def sums_of_products(
         add=add,
         precision=precision,
     )
+    # The index of a sums' tile does not depend on n and t, the two inner axes of the grid: Pallas keeps the block in vector
+    # memory until i or j changes, and writes it once.
     sums_tile = pl.BlockSpec((tile.rows, tile.columns), lambda i, j, n, t: (i, j))
     out_specs = [sums_tile] * num_sums
     varying = jax.typeof(s_NxTxI).manual_axis_type
@@ -94,12 +98,15 @@ def sums_of_products(
         out_specs=out_specs,
         out_shape=out_shape,
         scratch_shapes=[pltpu.VMEM((tile.rows, tile.columns), jnp.float32)] if grid[3] > 1 else [],
+        # In place: microbatches add to the same sums, and a copy of all parameters' sums would be the step's largest buffer.
         input_output_aliases={len(scalars) + 2 + k: k for k in range(len(initial))},
+        # i and j may run on different cores; n and t accumulate, so their order matters.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=tile.vmem
         ),
         interpret=interpret,
         name=NAME,
+        # The scheduler cannot see into a kernel: without an estimate it would not know how much work hides a collective.
         cost_estimate=_cost(s_NxTxI, r_NxTxJ, grid, num_sums, bool(initial)),
     )(*scalars, s_NxTxI, r_NxTxJ, *initial)
     return list(out[:num_sums]), jnp.sum(out[-1], axis=(0, 1, 3, 4)) if norms else None
@@ -188,12 +195,15 @@ def _kernel(
         for total, new in zip(sums, tiles, strict=True):
             total[at_i, at_j] = new
         if norms:
-            if within is not None:  # beyond the gradient's edge is whatever the memory held
+            # Beyond the gradient's edge is whatever the memory held. The sums there are never written back, but the squares
+            # would count it.
+            if within is not None:
                 i = jax.lax.broadcasted_iota(jnp.int32, g.shape, 0) + (at_i.start + row * tile.rows)
                 j = jax.lax.broadcasted_iota(jnp.int32, g.shape, 1) + (at_j.start + column * tile.columns)
                 g = jnp.where((i < within[0]) & (j < within[1]), g, jnp.zeros_like(g))
             squares[0, 0, 0] += _folded(jnp.square(g))
 
+    # φ is not additive: it may see the gradient only after the last chunk of the sequence.
     if is_chunked:
         pl.when(t < num_chunks - 1)(lambda: _for_parts(tile, keep))
         pl.when(t == num_chunks - 1)(lambda: _for_parts(tile, reduce))
@@ -204,6 +214,8 @@ def _kernel(
 def _for_parts(tile: Tile, do: Callable[[Any, Any], None]) -> None:
     """Loops over the parts of a tile."""
 
+    # A loop over parts, not one product for the tile: a whole tile's float32 values would not fit the registers, and the
+    # compiler would spill them to vector memory and back between the product and φ.
     def loop(size: int, part: int, body: Callable[[Any], None]) -> None:
         if size == part:
             body(pl.ds(0, part))
@@ -214,6 +226,6 @@ def _for_parts(tile: Tile, do: Callable[[Any, Any], None]) -> None:
 
 
 def _folded(x: jax.Array) -> jax.Array:
-    """Summed up into the shape of one register; sums within it would be slow, and are left to XLA."""
+    """Summed up into the shape of one register; sums across a register's lanes would be slow, and are left to XLA."""
     x = jnp.sum(x.reshape(-1, _SUBLANES, x.shape[1]), axis=0)
     return functools.reduce(jnp.add, [x[:, k : k + LANES] for k in range(0, x.shape[1], LANES)])

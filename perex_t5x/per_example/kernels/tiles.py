@@ -88,9 +88,12 @@ def choose(
     prefer_rows, prefer_columns = chip.rows, chip.columns
     length = padded_length(length)
     chunk = _divisor(length, _MAX_CHUNK)
+    # From the preferred sizes down, until the buffers fit: first shorter chunks, which cost only the additions between them,
+    # then smaller tiles, which read the operands more often.
     while True:
         tile_rows, tile_columns = _side(rows, prefer_rows, 256), _side(columns, prefer_columns, LANES)
         area = tile_rows * tile_columns * 4
+        # Two of each block: Pallas loads the next one while the kernel works on this one.
         buffers = 2 * chunk * (tile_rows + tile_columns) * itemsize
         buffers += 2 * num_sums * area * (2 if has_initial else 1) + (area if chunk < length else 0)
         part_rows, part_columns = _divisor(tile_rows, chip.part_rows), _divisor(tile_columns, _MAX_PART_COLUMNS)
@@ -110,6 +113,7 @@ def choose(
 def _side(size: int, preferred: int, step: int) -> int:
     """A tile's side near the preferred one, with little of the last tile wasted."""
 
+    # Padded length (work in the last tile is wasted) times the traffic per row, which falls with the side.
     def cost(side: int) -> float:
         return math.ceil(size / side) * side * (1 + LANES / side)
 

@@ -1,1 +1,1 @@
-"""How the gradients of one equation are reduced over examples."""
+"""How the gradients that one place of the program produces are reduced over examples."""

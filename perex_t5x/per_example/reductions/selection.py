@@ -1,4 +1,4 @@
-"""Which form a producer's gradient is reduced in."""
+"""Selects the reduction for a producer's gradient."""
 
 from __future__ import annotations
 
@@ -7,33 +7,37 @@ import math
 
 import jax
 
-from perex_t5x.per_example.reductions import dense, sparse, tokens
-from perex_t5x.per_example.reductions.reducer import Reduced, Reducer, Site
+from perex_t5x.per_example.reductions import dense, reducer, sparse, tokens
+from perex_t5x.per_example.reductions.reducer import ReductionResult, ReductionSite
 
-# Tried in this order; each returns None where it does not apply.
-FORMS = (dense.factored, sparse.sparse, sparse.sparse_plus_dense, dense.gram, dense.one_product_at_a_time)
-
-
-def reduce_at(reducer: Reducer, site: Site) -> Reduced:
-    """Reduces the gradient produced at `site`, in the first form that applies."""
-    reduced = _in_first_form(reducer, site)
-    if any(site.value(v)[1] for v in site.node.held):  # what it is made of are such gradients
-        held = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in site.node.held) * reducer.num_examples
-        return dataclasses.replace(reduced, form="kept", note=site.node.note, transient_bytes=held)
-    return reduced
+# Tried in this order, the cheapest first; each returns None where it does not apply. All of them are exact, so the order
+# changes time and memory, never the result.
+REDUCTIONS = (dense.factored, sparse.sparse, sparse.sparse_plus_dense, dense.gram, dense.one_product_at_a_time)
 
 
-def _in_first_form(reducer: Reducer, site: Site) -> Reduced:
+def select_reduction(site: ReductionSite) -> ReductionResult:
+    """Reduces the gradient produced at `site`, by the first reduction that applies."""
+    result = _first_applicable(site)
+    if any(site.value(v)[1] for v in site.node.held):
+        # However well it is reduced, the producer's own inputs are as large as the gradient, and exist for all examples.
+        held = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in site.node.held) * site.context.num_examples
+        return dataclasses.replace(result, reduction=reducer.MATERIALISED, note=site.node.note, transient_bytes=held)
+    return result
+
+
+def _first_applicable(site: ReductionSite) -> ReductionResult:
     if not any(site.batched):
-        return reducer.shared(site.gradient(*site.leaves), site.initial, site.shift, site.parts)
-    if reducer.unit == "token" and (reduced := tokens.per_token(reducer, site)):
-        return reduced
-    for form in FORMS:
-        if reduced := form(reducer, site):
-            return reduced
+        return reducer.shared(site.context, site.spec, site.gradient(*site.leaves))
+    if site.context.unit == "token" and (result := tokens.per_token(site)):
+        return result
+    for reduction in REDUCTIONS:
+        if result := reduction(site):
+            return result
     example_size = sum(math.prod(v.aval.shape) for v, b in zip(site.node.leaves, site.batched, strict=True) if b)
+    # The leaves exist for all examples already: a gradient that is no larger than they are may, too, and one fused pass over
+    # all examples beats a loop.
     if math.prod(site.node.root.aval.shape) <= example_size:
         in_axes = tuple(0 if b else None for b in site.batched)
         g_Nx = jax.vmap(site.gradient, in_axes=in_axes)(*site.leaves)
-        return reducer.all_at_once(g_Nx, "all at once", initial=site.initial, shift=site.shift)
+        return reducer.all_at_once(site.context, g_Nx, "all at once", initial=site.spec.initial)
     return reducer.one_at_a_time(site)

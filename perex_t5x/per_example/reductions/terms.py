@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from perex_t5x.per_example.engine import jaxprs, plan
+from perex_t5x.per_example.engine import jaxprs, plan, primitives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +32,6 @@ class Term:
                 (x,) = jaxprs.bind(eqn, [x])
         return x
 
-    def moved_back(self, x: jax.Array) -> jax.Array:
-        """The inverse of `moved`."""
-        shape = self.eqn.outvars[0].aval.shape
-        (x,) = jax.linear_transpose(self.moved, jaxprs.struct(jax.typeof(x), shape))(x)
-        return x
-
     @property
     def transposed(self) -> bool | None:
         """Of a matrix: whether the moves transpose it; None if they do something else."""
@@ -50,7 +44,7 @@ class Term:
 def terms(node: plan.Producer) -> list[Term] | None:
     """The contributions to a producer's root, or None if it is not such a sum."""
     sources = {v: eqn for eqn in node.eqns for v in eqn.outvars}
-    found: list[Term] = []
+    contributions: list[Term] = []
     used: set[int] = set()
     todo: list[tuple[Any, tuple[core.JaxprEqn, ...]]] = [(node.root, ())]
     while todo:
@@ -60,7 +54,8 @@ def terms(node: plan.Producer) -> list[Term] | None:
             return None
         used.add(id(eqn))
         name = eqn.primitive.name
-        if name in plan.SUMS and not chain:
+        # Only sums at the very end: below a move of elements, contributions would have to be moved before they are added.
+        if name in primitives.ADDITIONS and not chain:
             todo.extend((x, ()) for x in eqn.invars)
             continue
         if plan.is_permutation(eqn) or plan.is_unary(eqn):
@@ -69,11 +64,13 @@ def terms(node: plan.Producer) -> list[Term] | None:
         if name == "scatter-add":
             if not plan.is_zeros(eqn.invars[0], {v: (e, 0) for v, e in sources.items()}):
                 return None
+            # A scatter into anything but zeros has a third contribution, which is no term of ours.
             zeros = sources.get(eqn.invars[0])
             while zeros is not None:
                 used.add(id(zeros))
                 zeros = sources.get(zeros.invars[0]) if isinstance(zeros.invars[0], core.Var) else None
         elif name not in ("dot_general", "reduce_sum"):
             return None
-        found.append(Term(eqn, chain))
-    return found if used == {id(eqn) for eqn in node.eqns} else None
+        contributions.append(Term(eqn, chain))
+    # An equation that is not accounted for would be left out of the gradient.
+    return contributions if used == {id(eqn) for eqn in node.eqns} else None

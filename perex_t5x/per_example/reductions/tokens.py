@@ -11,101 +11,111 @@ import jax
 import jax.numpy as jnp
 
 from perex_t5x.per_example.engine import jaxprs
-from perex_t5x.per_example.reductions.reducer import Reduced, Reducer, Site, at_least_f32, plus
+from perex_t5x.per_example.reductions.reducer import ReductionResult, ReductionSite, at_least_f32, column, plus
 from perex_t5x.per_example.reductions.terms import Term, terms
 
 
-def per_token(reducer: Reducer, site: Site) -> Reduced | None:
+def per_token(site: ReductionSite) -> ReductionResult | None:
     """The sums over positions, unscaled, or None where the producer has no positions."""
-    found = terms(site.node)
-    if found is None:
+    context = site.context
+    contributions = terms(site.node)
+    if contributions is None:
         return None
-    parts = [_one_term(reducer, site, term) for term in found]
+    parts = [_one_term(site, term) for term in contributions]
     if any(p is None for p in parts):
         return None
-    sums = [sum(term.moved(p[0][k]) for term, p in zip(found, parts, strict=True)) for k in range(len(parts[0][0]))]
+    num_statistics = len(parts[0][0])
+    sums = [
+        sum(term.moved(p[0][k]) for term, p in zip(contributions, parts, strict=True)) for k in range(num_statistics)
+    ]
     squares = None
-    if reducer.norms:  # of the examples' gradients: asked for to leave examples out
+    # Norms are of the examples' gradients even here: non_finite='skip' asks for them to leave whole examples out.
+    if context.norms:
         in_axes = tuple(0 if b else None for b in site.batched)
         squares = jax.lax.map(
             lambda i: jnp.sum(
                 jnp.square(site.gradient(*(x[i] if a == 0 else x for x, a in zip(site.leaves, in_axes, strict=True))))
             ),
-            jnp.arange(reducer.num_examples),
+            jnp.arange(context.num_examples),
         )
     positions_N = sum(p[1] for p in parts)
-    return Reduced(plus(site.initial, sums), squares, "per token", 0, positions_N=positions_N)
+    return ReductionResult(plus(site.spec.initial, sums), squares, "per token", 0, positions_N=positions_N)
 
 
-def _one_term(reducer: Reducer, site: Site, term: Term) -> tuple[list[jax.Array], jax.Array] | None:
+def _one_term(site: ReductionSite, term: Term) -> tuple[list[jax.Array], jax.Array] | None:
     """(sums per statistic, real positions per example) of one contribution."""
-    name = term.eqn.primitive.name
-    make = {"dot_general": _product, "reduce_sum": _sum, "scatter-add": _rows}[name]
-    return make(reducer, site, term)
+    make = {"dot_general": _product, "reduce_sum": _sum, "scatter-add": _rows}[term.eqn.primitive.name]
+    return make(site, term)
 
 
-def _batched(reducer: Reducer, site: Site, v: object) -> jax.Array:
-    value, batched = site.value(v)
-    return value if batched else jaxprs.for_all(value, reducer.num_examples)
+def _scaled(site: ReductionSite, term: Term, x: jax.Array) -> jax.Array:
+    """Times the linear factor of casts, signs and scalings between the contraction and φ."""
+    factor = at_least_f32(site.spec.pre(term.unary(jnp.ones((), term.eqn.outvars[0].aval.dtype))))
+    return x * factor.astype(x.dtype)
 
 
-def _factor(site: Site, term: Term) -> jax.Array:
-    """The linear factor of casts, signs and scalings between the contraction and φ."""
-    return at_least_f32(site.pre(term.unary(jnp.ones((), term.eqn.outvars[0].aval.dtype))))
-
-
-def _product(reducer: Reducer, site: Site, term: Term) -> tuple[list[jax.Array], jax.Array] | None:
+def _product(site: ReductionSite, term: Term) -> tuple[list[jax.Array], jax.Array] | None:
+    context = site.context
     (contract_l, contract_r), (batch_l, _) = term.eqn.params["dimension_numbers"]
     if batch_l or not all(v in site.node.leaves for v in term.eqn.invars):
         return None
-    left, right = (at_least_f32(_batched(reducer, site, v)) for v in term.eqn.invars)
-    left = left * _factor(site, term).astype(left.dtype)
-    weight = reducer.column(reducer.weights_N, left.ndim)
+    left, right = (at_least_f32(site.for_all(v)) for v in term.eqn.invars)
+    left = _scaled(site, term, left)
+    weight = column(context.weights_N, left.ndim)
     sums = []
-    for s in reducer.statistics:
-        phi_l, phi_r = reducer.weighted(s.fn(left), weight), s.fn(right)
+    for s in context.statistics:
+        phi_l, phi_r = context.weighted(s.fn(left), weight), s.fn(right)
         if weight is not None:
-            phi_r = jnp.where(reducer.column(weight, right.ndim) == 0, jnp.zeros_like(phi_r), phi_r)
+            # On both sides: 0 · NaN would bring a left-out example's NaN back.
+            phi_r = jnp.where(column(weight, right.ndim) == 0, jnp.zeros_like(phi_r), phi_r)
         sums.append(jaxprs.contract_leading(term.eqn, [phi_l, phi_r], preferred_element_type=None))
     real = _nonzero(left, contract_l) & _nonzero(right, contract_r)
-    return sums, jnp.sum(real, axis=tuple(range(1, real.ndim)))
+    return sums, _count(real)
+
+
+def _count(real: jax.Array) -> jax.Array:
+    """Real positions per example."""
+    return jnp.sum(real, axis=tuple(range(1, real.ndim)))
 
 
 def _nonzero(x: jax.Array, positions: tuple[int, ...]) -> jax.Array:
-    """[N, positions...]: where anything is not zero."""
+    """[N, positions...]: where anything is not zero.
+
+    Padding cannot be told from its token here, but by what it does: a position whose gradient is zero throughout.
+    """
     other = tuple(a for a in range(1, x.ndim) if a - 1 not in positions)
     kept = [a for a in range(x.ndim - 1) if a in positions]
-    found = jnp.any(x != 0, axis=other)
-    return found.transpose(0, *(1 + kept.index(a) for a in positions))
+    real = jnp.any(x != 0, axis=other)
+    # In the order of `positions`, so that both operands of a product can be compared.
+    return real.transpose(0, *(1 + kept.index(a) for a in positions))
 
 
-def _sum(reducer: Reducer, site: Site, term: Term) -> tuple[list[jax.Array], jax.Array]:
-    x = at_least_f32(_batched(reducer, site, term.eqn.invars[0]))
-    x = x * _factor(site, term).astype(x.dtype)
+def _sum(site: ReductionSite, term: Term) -> tuple[list[jax.Array], jax.Array]:
+    context = site.context
+    x = _scaled(site, term, at_least_f32(site.for_all(term.eqn.invars[0])))
     axes = tuple(a + 1 for a in term.eqn.params["axes"])
-    weight = reducer.column(reducer.weights_N, x.ndim)
-    sums = [jnp.sum(reducer.weighted(s.fn(x), weight), axis=(0, *axes)) for s in reducer.statistics]
-    real = _nonzero(x, tuple(term.eqn.params["axes"]))
-    return sums, jnp.sum(real, axis=tuple(range(1, real.ndim)))
+    weight = column(context.weights_N, x.ndim)
+    sums = [jnp.sum(context.weighted(s.fn(x), weight), axis=(0, *axes)) for s in context.statistics]
+    return sums, _count(_nonzero(x, tuple(term.eqn.params["axes"])))
 
 
-def _rows(reducer: Reducer, site: Site, term: Term) -> tuple[list[jax.Array], jax.Array] | None:
+def _rows(site: ReductionSite, term: Term) -> tuple[list[jax.Array], jax.Array] | None:
+    context = site.context
     operand, ids, updates = term.eqn.invars
     if not all(v in site.node.leaves for v in (ids, updates)):
         return None
     window = term.eqn.params["dimension_numbers"].update_window_dims
-    rows = at_least_f32(_batched(reducer, site, updates))
-    rows = rows * _factor(site, term).astype(rows.dtype)
-    all_ids = _batched(reducer, site, ids)
-    weight = reducer.column(reducer.weights_N, rows.ndim)
+    rows = _scaled(site, term, at_least_f32(site.for_all(updates)))
+    all_ids = site.for_all(ids)
+    weight = column(context.weights_N, rows.ndim)
     sums = []
-    for s in reducer.statistics:
-        phi = reducer.weighted(s.fn(rows), weight)
+    for s in context.statistics:
+        phi = context.weighted(s.fn(rows), weight)
 
         def add(total: jax.Array, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             return jaxprs.bind(term.eqn, [total, *x])[0], None
 
-        sums.append(jax.lax.scan(add, reducer.zeros(operand.aval.shape, phi.dtype), (all_ids, phi))[0])
+        # The loss's own scatter, into our sums, so that its treatment of ids out of range is the same.
+        sums.append(jax.lax.scan(add, context.zeros(operand.aval.shape, phi.dtype), (all_ids, phi))[0])
     positions = tuple(a for a in range(rows.ndim - 1) if a not in window)
-    real = _nonzero(rows, positions)
-    return sums, jnp.sum(real, axis=tuple(range(1, real.ndim)))
+    return sums, _count(_nonzero(rows, positions))

@@ -1,8 +1,8 @@
 """Rewrites of the matrix products that gradients come from; every one keeps the program's results.
 
 - Positions that are padding are left out, and axes of size one are not summed over.
-- The transpose of a product becomes the product of the operands exchanged, so that sums need no transpose.
-- A product that is cut up becomes as many products.
+- The transpose of a product becomes the product of the operands exchanged.
+- A product that is cut up becomes several products.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from perex_t5x.per_example.engine import jaxprs, plan
+from perex_t5x.per_example.engine import jaxprs, plan, primitives
 from perex_t5x.per_example.engine.rewrites.tools import Rule, rewritten, tails_of
 
 # --- what comes before a product --------------------------------------------------------------------------------------
 
-_KEEPS_ZERO = {"convert_element_type", "neg", "reduce_precision", "copy"}
-
 
 def paddings(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
-    """Σ_t s_t r_t over positions of which some are padding, as in the gradient of `logits[:, :-1]`: without them."""
+    """Σ_t s_t r_t over positions of which some are padding, as in the gradient of `logits[:, :-1]`: without them.
+
+    Zeros add nothing but work; and what is padded here, the gradient of the logits, is the largest array of a decoder, of
+    which the padding may be a copy.
+    """
     del batched
     tails, sources = tails_of(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
     rules: dict[int, Rule] = {}
@@ -48,7 +50,7 @@ def _chain_to_padding(product: core.JaxprEqn, k: int, sources: Any) -> list[core
             widths = enumerate(eqn.params["padding_config"])
             fine = all(w == (0, 0, 0) or (a in contracted and w[2] == 0 and min(w[:2]) >= 0) for a, w in widths)
             return chain if fine and plan.is_zeros(eqn.invars[1], sources) else []
-        if eqn.primitive.name not in _KEEPS_ZERO:
+        if eqn.primitive.name not in primitives.ZERO_PRESERVING:
             return []
         v = eqn.invars[0]
     return []
@@ -72,8 +74,8 @@ def _unpadded(
 def unit_contractions(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
     """Σ_bt s_bt r_bt over an axis b of size one: without it.
 
-    Such an operand would be another value for XLA than the same without the axis, which other equations use, and what is
-    cheap to it, such as the gradient of a softmax, it computes for each.
+    To XLA such an operand is another value than the same without the axis, which other equations use; and what it considers
+    cheap, such as the gradient of a softmax, it would compute once for each.
     """
     del batched
     tails = tails_of(program.jaxpr, wanted)
@@ -104,6 +106,10 @@ def _without_unit_contractions(product: core.JaxprEqn, arguments: Sequence[Any],
 
 
 def transposes(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    """(Sᵀ R)ᵀ becomes Rᵀ S: the transpose of a product is the product of the operands exchanged.
+
+    Left for afterwards, like other permutations, it would transpose every statistic's sums once per step.
+    """
     del batched
     tails, sources = tails_of(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
     rules: dict[int, Rule] = {}
@@ -137,7 +143,10 @@ def _exchanged(product: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> l
 
 
 def splits(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
-    """A product that is cut up, as the gradient of concatenated parameters is: one product for each part."""
+    """A product that is cut up, as the gradient of concatenated parameters is: one product for each part.
+
+    `split` has several results, which the walk back does not follow; and each part's sums are then those of a parameter.
+    """
     del batched
     tails, sources = tails_of(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
     rules: dict[int, Rule] = {}

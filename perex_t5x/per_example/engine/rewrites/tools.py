@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from perex_t5x.per_example.engine import jaxprs, plan, shard_map
+from perex_t5x.per_example.engine import jaxprs, primitives
 
-# Evaluates an equation anew: (equation, its arguments, a function from earlier variables to values) -> results.
+# Evaluates an equation in another way: (equation, its arguments, a function from earlier variables to values) -> results.
 Rule = Callable[[core.JaxprEqn, Sequence[Any], Callable[[Any], Any]], list[Any]]
 
 
@@ -33,7 +33,8 @@ def rewritten(program: core.ClosedJaxpr, rules: dict[int, Rule]) -> core.ClosedJ
         def read(v: Any) -> Any:
             if isinstance(v, core.Literal):
                 return v.val
-            if v not in env:  # a rule looks ahead
+            # A rule may read what comes later in the program (a scalar that is applied inside a loop): evaluate it now.
+            if v not in env:
                 apply(sources[v][0])
             return env[v]
 
@@ -42,21 +43,22 @@ def rewritten(program: core.ClosedJaxpr, rules: dict[int, Rule]) -> core.ClosedJ
                 apply(eqn)
         return [read(v) for v in jaxpr.outvars]
 
+    # Rules use jnp, which brings calls of its own: inlined, so that the next rewrite sees plain equations.
     return jaxprs.inline(jax.make_jaxpr(run)(*(jaxprs.struct(v) for v in program.in_avals)))
 
 
 def tails_of(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> set[core.Var]:
     """Everything between the wanted results and where their walk back ends, ends included."""
     sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
-    through = plan.PERMUTATIONS | plan.CHEAP | shard_map.SUMS | {"split", "shard_map"}
-    found: set[core.Var] = set()
+    through = primitives.PERMUTATIONS | primitives.CHEAP | primitives.CROSS_DEVICE_SUMS | {"split", "shard_map"}
+    tails: set[core.Var] = set()
     todo = [jaxpr.outvars[i] for i in wanted]
     while todo:
         v = todo.pop()
-        if isinstance(v, core.Literal) or v in found or v not in sources or uses[v] > 1:
+        if isinstance(v, core.Literal) or v in tails or v not in sources or uses[v] > 1:
             continue
-        found.add(v)
+        tails.add(v)
         eqn = sources[v][0]
         if eqn.primitive.name in through:
             todo.extend(eqn.invars)
-    return found
+    return tails

@@ -1,8 +1,8 @@
 """The same program without axes of size one inside.
 
 A loss is called with one example whose leading axis is kept. With the examples' axis in front the values are then
-[N, 1, T, D], and XLA, which fuses around products by their shapes, makes less of that than of [N, T, D]. So equations of
-common kinds are applied to values without their axes of size one; others get them back.
+[N, 1, T, D], and XLA, which decides by shapes what to fuse with a product, fuses less around that than around [N, T, D]. So
+equations of common kinds are applied to values without their axes of size one; others get them back.
 """
 
 from __future__ import annotations
@@ -14,19 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from perex_t5x.per_example.engine import jaxprs
+from perex_t5x.per_example.engine import jaxprs, primitives
 from perex_t5x.per_example.engine.rewrites import unit_windows
 
 # (equation, its arguments without axes of size one) -> its results without them.
 Rule = Callable[[core.JaxprEqn, Sequence[Any]], list[Any]]
-
-_ELEMENTWISE = {
-    "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "div", "eq", "erf",
-    "erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic",
-    "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n",
-    "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-}  # fmt: skip
-_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 
 
 def without_unit_axes(program: core.ClosedJaxpr, kept: Collection[core.Var] = ()) -> core.ClosedJaxpr:
@@ -44,6 +36,8 @@ def _evaluate(program: core.ClosedJaxpr, arguments: Sequence[Any], kept: Collect
     jaxpr = program.jaxpr
     whole: dict[core.Var, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
     whole.update(zip(jaxpr.invars, arguments, strict=True))
+    # Each variable in the one shape, the other, or both: reshaped once, where first needed, so that chains of equations pass
+    # the small values on without a reshape in between.
     small: dict[core.Var, Any] = {}
 
     def read(v: Any) -> Any:
@@ -76,7 +70,7 @@ def _bind(eqn: core.JaxprEqn, arguments: Sequence[Any], is_kept: bool) -> list[A
     windows = None if is_kept else unit_windows.rule_for(eqn)
     if windows is not None:
         return windows(eqn, arguments)
-    if is_kept or not (eqn.primitive.name in jaxprs.REMAT or eqn.primitive.name in ("scan", "cond")):
+    if is_kept or not (eqn.primitive.name in primitives.REMAT or eqn.primitive.name in ("scan", "cond")):
         return jaxprs.bind(eqn, arguments)
     if eqn.primitive.name == "cond":
         branches = tuple(without_unit_axes(branch) for branch in eqn.params["branches"])
@@ -95,10 +89,12 @@ def _rule(eqn: core.JaxprEqn) -> Rule | None:
     if not any(1 in v.aval.shape for v in (*eqn.invars, *eqn.outvars)):
         return None
     name = eqn.primitive.name
-    if name in _ELEMENTWISE:
+    if name in primitives.ELEMENTWISE:
+        # Different shapes ([1, T] and [T, 1], say) would no longer broadcast as they did. Scalars do not matter.
         shapes = {v.aval.shape for v in eqn.invars if v.aval.shape}
         return _elementwise if len(shapes) == 1 else None
     if name == "pad":
+        # Padding an axis of size one makes it longer: then it has to be there.
         widths = zip(eqn.invars[0].aval.shape, eqn.params["padding_config"], strict=True)
         return _pad if all(size != 1 or width == (0, 0, 0) for size, width in widths) else None
     if name == "slice":
@@ -175,5 +171,5 @@ _RULES: dict[str, Rule] = {
     "reshape": _reshaped,
     "squeeze": _reshaped,
     "transpose": _transpose,
-    **dict.fromkeys(_REDUCTIONS, _reduce),
+    **dict.fromkeys(primitives.AXIS_REDUCTIONS, _reduce),
 }

@@ -15,16 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from perex_t5x.per_example.engine import jaxprs
-
-SCATTERS = {"scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"}
+from perex_t5x.per_example.engine import jaxprs, primitives
 
 
 def rule_for(eqn: core.JaxprEqn) -> Callable[[core.JaxprEqn, Sequence[Any]], list[Any]] | None:
     """The rule that takes axes of size one out of this equation's windows; None where there are none."""
     if eqn.primitive.name == "gather" and _of_gather(eqn)[0]:
         return _gathered
-    if eqn.primitive.name in SCATTERS and _of_scatter(eqn)[0]:
+    if eqn.primitive.name in primitives.SCATTERS and _of_scatter(eqn)[0]:
         return _scattered
     return None
 
@@ -32,8 +30,9 @@ def rule_for(eqn: core.JaxprEqn) -> Callable[[core.JaxprEqn, Sequence[Any]], lis
 def _units(operand: core.Var, not_window: Sequence[int], window: Sequence[int], indexed: Sequence[int]) -> Any:
     """(axes of size one of the operand's windows, their places in `window`)."""
     axes = [d for d in range(operand.aval.ndim) if d not in not_window]
-    found = [(d, w) for d, w in zip(axes, window, strict=True) if operand.aval.shape[d] == 1 and d not in indexed]
-    return [d for d, _ in found], [w for _, w in found]
+    # An axis that the indices address stays: an index into it may be out of range, and then drops the update.
+    units = [(d, w) for d, w in zip(axes, window, strict=True) if operand.aval.shape[d] == 1 and d not in indexed]
+    return [d for d, _ in units], [w for _, w in units]
 
 
 def _of_gather(eqn: core.JaxprEqn) -> tuple[list[int], list[int]]:

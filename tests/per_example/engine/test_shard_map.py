@@ -108,32 +108,28 @@ def losses():
     return [of_row(params, row(batch, i)) for i in range(BATCH)]
 
 
-def on_devices(
-    loss, specs=WHOLE, check_vma=True, weights=None, extra=(), shift=None, statistics=SOME, over=None, **options
-):
+def on_devices(loss, specs=WHOLE, check_vma=True, weights=None, extra=(), statistics=SOME, over=None, **options):
     """(averages, what belongs to examples, counts) of the whole batch: the engine with `data_axes` on eight devices."""
     params, batch = problem()
     options = {"data_axes": AXES, **options}
     rows = P(options["data_axes"])
 
-    def local(params, batch, weights, shift):
+    def local(params, batch, weights):
         compute = per_example.grad_statistics(loss, statistics, **options)
-        stats, aux = compute(params, batch, *extra, weights=weights, shift=shift)
+        stats, aux = compute(params, batch, *extra, weights=weights)
         counts = (stats.count, stats.num_groups, stats.weight_sum, stats.weight_square_sum, aux.non_finite)
-        variance = stats.raw_variance() if shift is not None else None
-        return stats.averages, (aux.values, aux.norms), jax.tree.map(jnp.asarray, counts), variance
+        return stats.averages, (aux.values, aux.norms), jax.tree.map(jnp.asarray, counts)
 
     averages = {s if isinstance(s, str) else s.name: specs for s in statistics}
-    like_shift = None if shift is None else specs
     return jax.jit(
         jax.shard_map(
             local,
             mesh=mesh() if over is None else over,
-            in_specs=(specs, rows, rows, like_shift),
-            out_specs=(averages, rows, P(), like_shift),
+            in_specs=(specs, rows, rows),
+            out_specs=(averages, rows, P()),
             check_vma=check_vma,
         )
-    )(params, batch, weights, shift)
+    )(params, batch, weights)
 
 
 # --- the same numbers as one device -----------------------------------------------------------------------------------
@@ -154,7 +150,7 @@ def on_devices(
 def test_statistics_of_all_devices(where, stack, check_vma):
     specs = PARTS if where == "parts" else WHOLE
     loss = make_loss(stack, gathered) if specs is PARTS else make_loss(stack)
-    averages, (values, found), counts, _ = on_devices(loss, specs, check_vma, norms=True, statistics=STATISTICS)
+    averages, (values, found), counts = on_devices(loss, specs, check_vma, norms=True, statistics=STATISTICS)
     assert_matches(averages, gradients(), STATISTICS)
     np.testing.assert_allclose(found, norms(gradients()), rtol=1e-5)
     np.testing.assert_allclose(values, losses(), rtol=1e-5)
@@ -215,7 +211,7 @@ ON_WHOLE = ("clipping", "weights, one at a time", "groups", "keys, one at a time
 def test_options(where, name, check_vma):
     options = OPTIONS[name]
     specs, loss = (PARTS, make_loss("scan, remat", gathered)) if where == "parts" else (WHOLE, make_loss())
-    averages, (_, found), counts, _ = on_devices(loss, specs, check_vma, **options)
+    averages, (_, found), counts = on_devices(loss, specs, check_vma, **options)
     wanted = gradients(with_keys="rng_argnums" in options)
     if name == "groups":
         wanted = grouped(wanted, 2)
@@ -242,25 +238,10 @@ def test_an_example_that_is_not_finite(specs, check_vma):
     def loss(p, batch):
         return inner(p, batch) * jnp.where(jnp.all(batch[0][0] == problem()[1][0][6]), jnp.nan, 1.0)
 
-    averages, (values, _), counts, _ = on_devices(loss, specs, check_vma, non_finite="skip")
+    averages, (values, _), counts = on_devices(loss, specs, check_vma, non_finite="skip")
     assert np.flatnonzero(~np.isfinite(values)).tolist() == [6]
     assert [int(c) for c in counts] == [15, 15, 15, 15, 1]
     assert_matches(averages, [g for i, g in enumerate(gradients()) if i != 6], SOME)
-
-
-@CHECK
-@pytest.mark.parametrize("specs", [WHOLE, PARTS], ids=["whole", "parts"])
-def test_shift(specs, check_vma):
-    """Sums of g - shift: the same mean and variance, however large the mean."""
-    rows = gradients()
-    shift = jax.tree.map(lambda *g: jnp.asarray(sum(g) / len(g), jnp.float32), *rows)
-    loss = make_loss("scan", gathered) if specs is PARTS else make_loss()
-    statistics = ("mean", "mean_square")
-    averages, _, _, variance = on_devices(loss, specs, check_vma, shift=shift, statistics=statistics, microbatch_size=1)
-    assert_matches(averages, rows, [s for s in STATISTICS if s.name in statistics])
-    for name, found in variance.items():
-        wanted = np.var([g[name] for g in rows], axis=0, ddof=1)
-        np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-7, err_msg=name)
 
 
 @CHECK
@@ -270,7 +251,7 @@ def test_tokens(specs, check_vma):
     options = {"unit": "token", "token_fallback": True, "statistics": ("mean", "mean_square", "mean_sign")}
     params, batch = problem()
     loss = make_loss("scan", gathered) if specs is PARTS else make_loss()
-    averages, _, counts, _ = on_devices(loss, specs, check_vma, **options)
+    averages, _, counts = on_devices(loss, specs, check_vma, **options)
     stats, _ = jax.jit(per_example.grad_statistics(make_loss(), **options))(params, batch)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), averages, stats.averages)
     np.testing.assert_allclose(counts[1:3], [stats.num_groups, stats.weight_sum])
@@ -539,7 +520,7 @@ def test_collectives_of_examples_are_refused(loss, data_axes, check_vma):
     axes = "'data', 'replica'" if loss is of_both_axes else "'data',"
     message = str(caught.value)
     assert f"`{REFUSED[loss]}" in message and f"over the data axes ({axes})" in message
-    assert f"test_devices.py:{line_of(loss)} (" in message
+    assert f"test_shard_map.py:{line_of(loss)} (" in message
 
 
 def line_of(loss):
@@ -610,7 +591,7 @@ summed_forward.defvjp(lambda x: (summed_forward(x), None), lambda _, g: (g,))
 
 def test_data_axes_must_be_there():
     compute = per_example.grad_statistics(lambda p, x: jnp.sum(p * x), data_axes="date")
-    with pytest.raises(ValueError, match="data_axes names 'date', but there is no shard_map around this call"):
+    with pytest.raises(ValueError, match="data_axes names 'date', but this call is not inside a shard_map"):
         compute(jnp.ones(1), jnp.ones((4, 1)))
     with pytest.raises(ValueError, match="data_axes names 'date', but the axes here are replica, data"):
         jax.eval_shape(

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from perex_t5x.per_example.engine import scan as stacking
+from perex_t5x.per_example.engine.scan import scan as engine_scan
 
 
 def _step(carry, x):
@@ -41,7 +41,7 @@ def test_gives_what_lax_scan_gives(reverse, unroll, check_vma):
         return jax.jit(local)(carry, xs)
 
     ours, theirs = [], []
-    jax.tree.map(np.testing.assert_array_equal, run(stacking.scan, ours), run(jax.lax.scan, theirs))
+    jax.tree.map(np.testing.assert_array_equal, run(engine_scan, ours), run(jax.lax.scan, theirs))
     assert " empty[" in ours[0] and " empty[" not in theirs[0]
 
 
@@ -49,10 +49,10 @@ def test_is_a_plain_scan_where_the_compiler_divides_arrays():
     """The compiler would give every device the whole of unfilled memory."""
     options = {"length": 5, "reverse": False, "unroll": 1}
     arguments = (jnp.arange(8.0), jnp.int32(3)), {"u": jnp.ones((5, 8))}
-    outside = jax.make_jaxpr(lambda c, xs: stacking.scan(_step, c, xs, **options))(*arguments)
+    outside = jax.make_jaxpr(lambda c, xs: engine_scan(_step, c, xs, **options))(*arguments)
     mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     some = jax.shard_map(
-        lambda c, xs: stacking.scan(_step, c, xs, **options)[0][0],
+        lambda c, xs: engine_scan(_step, c, xs, **options)[0][0],
         mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False,
     )  # fmt: skip
     with jax.set_mesh(mesh):

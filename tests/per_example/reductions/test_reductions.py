@@ -140,11 +140,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_forms(name):
-    make, forms = CASES[name]
+def test_reductions(name):
+    make, reductions = CASES[name]
     loss, params, batch = make()
-    found = {row.parameter: row.form for row in per_example.coverage(loss, params, batch, strict=True)}
-    assert found == forms
+    rows = per_example.coverage(loss, params, batch, strict=True)
+    assert {row.parameter: row.reduction for row in rows} == reductions
     stats, aux = jax.jit(per_example.grad_statistics(loss, STATISTICS, norms=True))(params, batch)
     gradients = single_gradients(loss, params, batch)
     assert_matches(stats, gradients, STATISTICS)
@@ -152,21 +152,18 @@ def test_forms(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_forms_with_weights_clipping_shift_and_microbatches(name):
+def test_reductions_with_weights_clipping_and_microbatches(name):
     """Everything at once against the loop method, whose own arithmetic `test_the_loop_method` checks."""
     loss, params, batch = CASES[name][0]()
     weights = jnp.array([0.5, 0.0, 2.0, 1.0])
-    shift = jax.tree.map(lambda p: 0.1 * jnp.cos(p), params)
     limit = float(np.median(norms(single_gradients(loss, params, batch))))
-    found = {}
+    results = {}
     for method in ("surgery", "loop"):
         compute = per_example.grad_statistics(
             loss, SOME, method=method, microbatch_size=2, clip_norm=limit, non_finite="skip", norms=True
         )
-        found[method] = jax.jit(lambda p, b, w, s, c=compute: c(p, b, weights=w, shift=s))(
-            params, batch, weights, shift
-        )
-    leaves = zip(*(jax.tree_util.tree_leaves_with_path(found[m]) for m in ("surgery", "loop")), strict=True)
+        results[method] = jax.jit(lambda p, b, w, c=compute: c(p, b, weights=w))(params, batch, weights)
+    leaves = zip(*(jax.tree_util.tree_leaves_with_path(results[m]) for m in ("surgery", "loop")), strict=True)
     for (path, a), (_, e) in leaves:
         scale = max(float(jnp.max(jnp.abs(e), initial=0.0)), 1e-3)
         np.testing.assert_allclose(a, e, atol=2e-5 * scale, rtol=0, err_msg=jax.tree_util.keystr(path))
@@ -193,7 +190,7 @@ def test_tiles(monkeypatch, tile_bytes, transposed):
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-6)
 
 
-def test_other_platforms_get_the_untiled_form(monkeypatch):
+def test_other_platforms_get_the_untiled_loop(monkeypatch):
     """Lowered for a TPU on this machine: no tiles, and nothing asks for the machine's own backend."""
     monkeypatch.setitem(dense.TILE_BYTES, "cpu", 100)
     loss, params, batch = tied(False)
@@ -202,13 +199,13 @@ def test_other_platforms_get_the_untiled_form(monkeypatch):
     assert cpu.count("stablehlo.while") > tpu.count("stablehlo.while") > 0
 
 
-def test_norms_of_a_first_pass_use_the_gram_form():
+def test_norms_of_a_first_pass_use_the_gram_matrices():
     loss, params, batch = tied(False)
     table = per_example.coverage(loss, params, batch, clip_norm=1.0)
-    assert table.passes == 2 and table.norm_forms == {"e": "sparse + dense"}
+    assert table.passes == 2 and table.norm_reductions == {"e": "sparse + dense"}
     wide = lambda w, x: jnp.sum(jnp.tanh(x @ w))  # noqa: E731
     table = per_example.coverage(wide, jnp.ones((20, 30)), normal(0, N, 3, 20), clip_norm=1.0)
-    assert set(table.norm_forms.values()) == {"gram"}
+    assert set(table.norm_reductions.values()) == {"gram"}
     assert "two passes" in str(table) and "gram" in str(table)
     assert per_example.coverage(wide, jnp.ones((20, 30)), normal(0, N, 3, 20)).passes == 1
 

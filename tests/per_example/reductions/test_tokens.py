@@ -102,7 +102,7 @@ def test_scanned_layers_have_positions():
 
     p, x = normal(0, 3, D, D), normal(1, N, T, D)
     table = per_example.coverage(scanned, p, x, unit="token")
-    assert table[0].form == "per token"
+    assert table[0].reduction == "per token"
     stats, _ = jax.jit(per_example.grad_statistics(scanned, unit="token"))(p, x)
     np.testing.assert_allclose(stats.mean, jax.grad(scanned)(p, x) / N, rtol=1e-4, atol=1e-5)
     assert int(stats.num_groups) == N * T

@@ -109,8 +109,8 @@ def test_products_do_not_sum_over_axes_of_size_one():
     """The operands of a gradient are the values that other equations use, so that XLA need not make them twice."""
     params, ids = drawn()
     program = jaxprs.inline(jax.make_jaxpr(jax.grad(next_token_loss))(params, ids[:1]))
-    prepared = pipeline.prepare(program, [False] * 3 + [True], range(3))
-    products = {e.outvars[0].aval.shape: e for e in prepared.jaxpr.eqns if e.primitive.name == "dot_general"}
+    rewritten = pipeline.rewrite(program, [False] * 3 + [True], range(3))
+    products = {e.outvars[0].aval.shape: e for e in rewritten.jaxpr.eqns if e.primitive.name == "dot_general"}
     assert products[6, 11].params["dimension_numbers"] == (((0,), (0,)), ((), ()))
-    uses = [e for e in prepared.jaxpr.eqns if products[6, 11].invars[1] in e.invars]
+    uses = [e for e in rewritten.jaxpr.eqns if products[6, 11].invars[1] in e.invars]
     assert sorted(e.primitive.name for e in uses) == ["dot_general", "pad"]  # the latter for the layers before

@@ -14,7 +14,7 @@ from perex_t5x import per_example
 from perex_t5x.hardware.devices import has_libtpu, tpu_devices
 from perex_t5x.per_example.kernels import dispatch, tiles
 from perex_t5x.per_example.kernels.matmul import sums_of_products
-from perex_t5x.per_example.reductions.reducer import Reducer
+from perex_t5x.per_example.reductions.reducer import ReductionContext
 from perex_t5x.per_example.statistic import canonical
 
 needs_libtpu = pytest.mark.skipif(not has_libtpu(), reason="libtpu is not installed (extra 'tpu')")
@@ -64,7 +64,7 @@ def test_kernel_is_a_loop_over_examples(name, dtype):
     weights = np.array([0.5, 0.0, 2.0], np.float32)[:n] if n > 1 else None
     scales = np.array([0.25, 1.0, 0.75], np.float32)[:n]
     rounded = lambda g: g.astype(dtype).astype(jnp.float32)  # noqa: E731
-    reducer = Reducer(statistics, n, weights, scales, norms=True)
+    context = ReductionContext(statistics, n, weights, scales, norms=True)
     for w, c, begin in ((weights, scales, initial), (None, None, None)):
         got, squares = sums_of_products(
             jnp.asarray(s),
@@ -73,7 +73,7 @@ def test_kernel_is_a_loop_over_examples(name, dtype):
             None if c is None else jnp.asarray(c),
             None if begin is None else [jnp.asarray(x) for x in begin],
             finish=rounded,
-            add=lambda sums, g, weight, scale: reducer.added(sums, g, weight, scale, None),
+            add=context.added,
             num_sums=len(statistics),
             norms=True,
             tile=tile,
@@ -90,7 +90,7 @@ def test_kernel_is_a_loop_over_examples(name, dtype):
 def test_kernel_leaves_out_examples_of_weight_zero():
     s, r = np.ones((2, 16, 128), np.float32), np.ones((2, 16, 128), np.float32)
     s[1] = np.nan
-    reducer = Reducer(canonical(("mean", "mean_square")), 2, None, None, norms=True)
+    context = ReductionContext(canonical(("mean", "mean_square")), 2, norms=True)
     (mean, square), squares = sums_of_products(
         jnp.asarray(s),
         jnp.asarray(r),
@@ -98,7 +98,7 @@ def test_kernel_leaves_out_examples_of_weight_zero():
         None,
         None,
         finish=lambda g: g,
-        add=lambda sums, g, weight, scale: reducer.added(sums, g, weight, scale, None),
+        add=context.added,
         num_sums=2,
         norms=True,
         tile=SHAPES["smaller than a tile"][-1],
@@ -218,11 +218,11 @@ def assert_close(got, want):
 
 
 def reasons(monkeypatch, call):
-    found = []
-    why_not = dispatch.why_not
-    monkeypatch.setattr(dispatch, "why_not", lambda *x: found.append(why_not(*x)) or found[-1])
+    seen = []
+    unsupported_reason = dispatch.unsupported_reason
+    monkeypatch.setattr(dispatch, "unsupported_reason", lambda *x: seen.append(unsupported_reason(*x)) or seen[-1])
     jax.eval_shape(call)
-    return " / ".join(found)
+    return " / ".join(seen)
 
 
 OFFSET = np.linspace(0, 1, 256, dtype=np.float32)
@@ -239,7 +239,6 @@ CASES = {
         "loss": lambda p, x: jnp.sum(jnp.tanh(x @ p["w"].astype(x.dtype))),
     },
     "precision": {"loss": lambda p, x: jnp.sum(jnp.dot(x, p["w"], precision="high") ** 2)},
-    "shifted": {"shift": True},
 }
 
 
@@ -248,9 +247,8 @@ def test_says_why_it_does_not_apply(reason, monkeypatch):
     case = dict(CASES[reason])
     p, x, fn = case.get("params", params()), case.get("x", batch()), case.get("loss", loss)
     compute = per_example.grad_statistics(fn, case.get("statistics", ("mean", "mean_square")), data_axes=("data",))
-    shift = jax.tree.map(jnp.zeros_like, p) if "shift" in case else None
     run = jax.shard_map(
-        lambda p, x: compute(p, x, shift=shift)[0].averages,
+        lambda p, x: compute(p, x)[0].averages,
         mesh=mesh_of(jax.devices()),
         in_specs=(P(), P("data")),
         out_specs=P(),
@@ -267,7 +265,7 @@ def test_says_that_the_compiler_places_it(monkeypatch):
 
 def test_outside_of_a_mesh_devices_are_not_known(monkeypatch):
     compute = per_example.grad_statistics(loss, STATISTICS)
-    assert "no shard_map" in reasons(monkeypatch, lambda: compute(params(), batch())[0].averages)
+    assert "not inside a shard_map" in reasons(monkeypatch, lambda: compute(params(), batch())[0].averages)
 
 
 def test_not_for_cpus(monkeypatch):
