@@ -24,6 +24,7 @@ from perex_t5x.preflight.report_cache import ReportCache
 from perex_t5x.preflight.step import CompileTarget, DoesNotFitError, StepReport
 
 if TYPE_CHECKING:
+    from perex_t5x.per_example.engine.accumulate import ReductionTrace
     from perex_t5x.trainer import Trainer
 
 PARAMETERS, OPTIMIZER, OTHER, BATCH = "parameters", "optimizer state", "other state", "batch"
@@ -380,7 +381,7 @@ def reductions_of_step(
     seen: list[tuple[ParameterReduction, ...]] = []
 
     def observe(compute: Any, params: Any, *rest: Any) -> None:
-        seen.append(_rows(params, compute.account(params, *rest)))
+        seen.append(_rows(params, compute.trace(params, *rest)))
 
     def traced(state: Any, batch: Any) -> Any:
         needs, shardings = trainer.needs(state.params), trainer.param_shardings(batch)
@@ -391,18 +392,18 @@ def reductions_of_step(
     return seen[0]
 
 
-def _rows(params: Any, account: Any) -> tuple[ParameterReduction, ...]:
+def _rows(params: Any, how: ReductionTrace) -> tuple[ParameterReduction, ...]:
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    norm_forms = [r.form for r in account.norm_forms] if account.norm_forms else [""] * len(leaves)
+    norm_forms = [r.reduction for r in how.norm_reductions] if how.norm_reductions else [""] * len(leaves)
     return tuple(
         ParameterReduction(
             keystr(path, simple=True, separator="/"),
             tuple(leaf.shape),
-            r.form,
+            r.reduction,
             norm_form,
             int(r.transient_bytes),
             r.note,
             r.kernel,
         )
-        for (path, leaf), r, norm_form in zip(leaves, account.forms, norm_forms, strict=True)
+        for (path, leaf), r, norm_form in zip(leaves, how.reductions, norm_forms, strict=True)
     )

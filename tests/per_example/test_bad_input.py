@@ -153,7 +153,8 @@ def test_strict_names_the_parameter_and_the_reason():
     message = str(caught.value)
     assert message == (
         "strict=True: per-example gradients of 'layer/w' would have to be materialised "
-        f"({table[0].transient_bytes:,} bytes) because triangular_solve produces them. strict=False allows it; results stay exact."
+        f"({table[0].transient_bytes:,} bytes) because triangular_solve produces them. "
+        "strict=False allows it; results stay exact."
     )
     assert table[0].note in message
     compute(solved, (params, X))  # and without it there is no error
