@@ -61,7 +61,7 @@ def micro_adam(
 ) -> StatisticsTransformation:
     """MicroAdam: v averages q, the mean square of the examples' gradients, which estimates μ² + σ².
 
-    Where the signal is weak √v is about √B times Adam's: tune the learning rate anew.
+    Where the signal is weak √v is about √B times Adam's: retune the learning rate.
 
     Args:
       learning_rate: a number or a schedule.

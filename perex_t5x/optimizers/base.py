@@ -1,4 +1,4 @@
-"""What every optimizer on per-example statistics is made of; enough to write a new one in twenty lines."""
+"""The parts every optimizer on per-example statistics is made of; enough to write a new one in twenty lines."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def from_statistics(
         "mean" is always there.
       init: params -> state.
       update: (statistics, state, params) -> (updates, state). The statistics have what `needs` names, in at least
-        float32, and agree with what stands in front in the chain: masked as the updates are (their trees then have
+        float32, and agree with the transformations in front in the chain: masked as the updates are (their trees then have
         `optax.MaskedNode`, which `jax.tree.map` skips), scaled as the updates were.
 
     Returns:
@@ -100,15 +100,15 @@ def from_statistics(
     def checked_update(
         updates: Any, state: Any, params: Any = None, *, statistics: GradStatistics | None = None, **extra: Any
     ) -> tuple[Any, Any]:
-        del extra  # other transformations' in the same chain
+        del extra  # for other transformations in the same chain
         if mean_alone:
             seen = _of_mean(updates, statistics)
         else:
             refuse_multi_steps(name)
-            check_statistics(name, needs, statistics)
-            if isinstance(statistics.averages, _Recorder):
-                statistics.averages.declared += needs
-            seen = agreeing(name, statistics, updates, needs)
+            checked = check_statistics(name, needs, statistics)
+            if isinstance(checked.averages, _Recorder):
+                checked.averages.declared += needs
+            seen = agreeing(name, checked, updates, needs)
         with jax.named_scope(name):
             steps, state = update(seen, state, params)
         return jax.tree.map(lambda s, u: s.astype(jnp.result_type(u)), steps, updates), state
@@ -120,7 +120,7 @@ def _of_mean(updates: Any, statistics: GradStatistics | None) -> GradStatistics:
     averages = {"mean": at_least_float32(updates)}
     if isinstance(statistics, GradStatistics):
         return dataclasses.replace(statistics, averages=averages)
-    return GradStatistics(averages, None, None, None, None)  # how many examples there were is not known
+    return GradStatistics(averages, None, None, None, None)  # the number of examples is not known
 
 
 def descend(
@@ -151,7 +151,7 @@ def descend(
 
 
 def inverse_batch_size(statistics: GradStatistics) -> jax.Array:
-    """1/B, by which averaging divides the variance: Σw²/(Σw)² with weights w of the examples; 1 where none took part.
+    """1/B, the factor by which averaging reduces the variance: Σw²/(Σw)² with weights w of the examples; 1 for no examples.
 
     >>> eight = jnp.asarray(8.0)
     >>> print(inverse_batch_size(GradStatistics({}, eight, eight, weight_sum=eight, weight_square_sum=eight)))
@@ -213,7 +213,7 @@ def needs_of(optimizer: Any, params: Any) -> tuple[str | Statistic, ...]:
 def logged(state: Any) -> dict[str, jax.Array]:
     """Scalars worth logging in an optimizer's state: what the `metrics()` of its parts return.
 
-    Where two parts use the same name (`optax.multi_transform`), each gets its place in the state appended.
+    Where two parts use the same name (`optax.multi_transform`), each gets its path in the state appended.
 
     >>> import perex_t5x.optimizers as optimizers
     >>> logged(optimizers.micro_adam_msq(1e-3).init({"w": jnp.zeros(3)}))
@@ -223,14 +223,14 @@ def logged(state: Any) -> dict[str, jax.Array]:
     def has_metrics(x: Any) -> bool:
         return hasattr(x, "metrics")
 
-    found = [
+    metrics = [
         (name, jax.tree_util.keystr(path, simple=True, separator="/"), value)
         for path, part in jax.tree_util.tree_leaves_with_path(state, is_leaf=has_metrics)
         if has_metrics(part)
         for name, value in part.metrics().items()
     ]
-    names = [name for name, _, _ in found]
-    return {name if names.count(name) == 1 else f"{name}/{path}": value for name, path, value in found}
+    names = [name for name, _, _ in metrics]
+    return {name if names.count(name) == 1 else f"{name}/{path}": value for name, path, value in metrics}
 
 
 def zero_moments(params: Any, dtype: Any = None) -> Any:

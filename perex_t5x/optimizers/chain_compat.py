@@ -1,7 +1,7 @@
-"""Statistics made to agree with the updates beside them: the same mask, the same scale.
+"""Makes statistics agree with the updates they come with: the same mask, the same scale.
 
-What stands in front of an optimizer in an `optax.chain` changes the updates (the mean gradient) and knows nothing of the
-other statistics. Two changes have one clear meaning for every example, and are carried over to the statistics here:
+A transformation in front of an optimizer in an `optax.chain` changes the updates (the mean gradient) and knows nothing of the
+other statistics. Two kinds of change have a clear meaning for every example, and are applied to the statistics here:
 
 - a mask (`optax.masked`, `optax.multi_transform`): these parameters only;
 - a common factor c (clipping by the global norm, `optax.scale`): every g_i became c·g_i, so q becomes c²·q.
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.per_example.results import GradStatistics
@@ -54,7 +55,7 @@ def common_factor(optimizer: str, updates: Any, mean: Any) -> jax.Array | None:
 
     c = Σ u·ḡ / Σ ḡ² over the coordinates where both are finite, 1 where these are all 0.
 
-    Where the numbers are at hand (not traced), updates that are no multiple of the mean are an error.
+    Where the numbers are known (not traced), updates that are no multiple of the mean are an error.
     """
     pairs = list(zip(jax.tree.leaves(updates), jax.tree.leaves(mean), strict=True))
     if all(u is m for u, m in pairs):
@@ -65,7 +66,7 @@ def common_factor(optimizer: str, updates: Any, mean: Any) -> jax.Array | None:
     pairs = [(u / size_u, m / size_m) for u, m in pairs]  # so that squares neither vanish nor overflow
     square = sum(jnp.sum(m * m) for _, m in pairs)
     slope = sum(jnp.sum(u * m) for u, m in pairs) / jnp.where(square > 0, square, 1.0)
-    if not isinstance(slope, jax.core.Tracer):
+    if not isinstance(slope, Tracer):
         residual = jnp.sqrt(sum(jnp.sum(jnp.square(u - slope * m)) for u, m in pairs))
         if residual > max(1e-3, precision) * jnp.sqrt(sum(jnp.sum(u * u) for u, _ in pairs)):
             raise ConfigError(

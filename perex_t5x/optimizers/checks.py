@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything is computed, and how to say it."""
+"""Argument validation."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.per_example.results import GradStatistics
@@ -20,7 +20,7 @@ def check_number(
 ) -> None:
     """Raises unless `value` lies in [at_least, below), or in (at_least, below) with `above`.
 
-    Only numbers are judged: a schedule, a traced value (the trainer's learning rate) and None pass.
+    Only numbers are checked: a schedule, a traced value (the trainer's learning rate) and None pass.
 
     >>> check_number("adam", "b2", 1.0, below=1.0)
     Traceback (most recent call last):
@@ -39,8 +39,8 @@ def check_number(
 
 
 def _known(x: Any) -> Any:
-    """The number that x is, None where it is traced; NumPy's, since any operation of JAX is traced inside `jit`."""
-    return None if x is None or isinstance(x, jax.core.Tracer) else np.asarray(x)
+    """x as a NumPy number (any operation of JAX's would be traced inside `jit`), or None where it is itself traced."""
+    return None if x is None or isinstance(x, Tracer) else np.asarray(x)
 
 
 def check_choice(optimizer: str, name: str, value: Any, choices: Sequence[str]) -> None:
@@ -49,8 +49,8 @@ def check_choice(optimizer: str, name: str, value: Any, choices: Sequence[str]) 
         raise ConfigError(f"{optimizer}: {name} = {value!r} must be one of {', '.join(map(repr, choices))}.")
 
 
-def check_statistics(optimizer: str, needs: Sequence[str | Statistic], statistics: Any) -> None:
-    """Raises unless `statistics` is a `GradStatistics` that has what the optimizer needs."""
+def check_statistics(optimizer: str, needs: Sequence[str | Statistic], statistics: Any) -> GradStatistics:
+    """Raises unless `statistics` is a `GradStatistics` that has what the optimizer needs; returns it."""
     names = ", ".join(map(repr, names_of(needs)))
     asked = "optimizer.needs" if any(isinstance(n, Statistic) for n in needs) else f"({names})"
     loop = (
@@ -73,12 +73,13 @@ def check_statistics(optimizer: str, needs: Sequence[str | Statistic], statistic
             f"{optimizer} needs the statistics {names}; given were {', '.join(map(repr, statistics.averages))}. "
             f"Compute them with per_example.grad_statistics(loss_fn, {asked})."
         )
+    return statistics
 
 
 def check_several_groups(optimizer: str, statistics: GradStatistics) -> None:
-    """Raises where it can be seen that there is a single example (or group): it has no variance.
+    """Raises where it is known that there is a single example (or group): it has no variance.
 
-    Under `jit` the count is traced and cannot be seen; the variance is then NaN.
+    Under `jit` the count is traced and not known; the variance is then NaN.
     """
     if _known(statistics.num_groups) == 1:
         what = "example" if statistics.group_size == 1 else f"group of {statistics.group_size} examples"
@@ -91,7 +92,7 @@ def check_several_groups(optimizer: str, statistics: GradStatistics) -> None:
 def refuse_multi_steps(optimizer: str) -> None:
     """Raises inside `optax.MultiSteps`, which averages the updates but passes on the last microstep's statistics.
 
-    Nothing that optax hands down tells of it, but `init` and `update` run (or are traced) below a method of `MultiSteps`: so
+    optax passes nothing on that would reveal it, but `init` and `update` run (or are traced) below a method of `MultiSteps`:
     its frame is on the Python stack, also under `jit` and `lax.cond`.
     """
     frame = sys._getframe(1)

@@ -1,7 +1,7 @@
 """The trainer's schedule drives any optax optimizer, so the logged rate is the one used.
 
 optax optimizers usually count their own steps to read a schedule; after a switch of optimizers that count and the run's
-step disagree. Here the optimizer is made anew, while tracing, for the rate of this very step. Its state does not depend
+step disagree. Here the optimizer is rebuilt, while tracing, with the rate of the current step. Its state does not depend
 on the rate, so nothing else changes, and there is only one counter.
 """
 

@@ -28,7 +28,7 @@ from perex_t5x.per_example.results import GradStatistics
 class MomentsState(NamedTuple):
     """Named as in `optax.ScaleByAdamState`, so a checkpoint of `optax.adamw` continues with any of these."""
 
-    count: jax.Array
+    count: Any
     mu: Any
     nu: Any
 
@@ -36,7 +36,7 @@ class MomentsState(NamedTuple):
 class FlooredState(NamedTuple):
     """`square`: moving average of μ̂² + σ̂², or () with floor="zero"; `floored`: share of floored coordinates."""
 
-    count: jax.Array
+    count: Any
     mu: Any
     nu: Any
     square: Any
@@ -47,9 +47,9 @@ class FlooredState(NamedTuple):
 
 
 class PartsState(NamedTuple):
-    """The two parts of the second moment apart, as moving averages that are not bias-corrected."""
+    """The two parts of the second moment separately, as moving averages that are not bias-corrected."""
 
-    count: jax.Array
+    count: Any
     mu: Any
     squared_mean: Any
     variance: Any
@@ -141,7 +141,7 @@ def scale_by_moments(
         moment (a second buffer). "zero": 0, so a coordinate with v̂ < 0 steps by m̂/eps. "auto": "mean_square" where
         a·μ̂² + b·σ̂² can be negative (b < a), else no floor.
       floor_scale: see `floor`.
-      keep_parts: keeps moving averages of μ̂² and σ̂² in the place of their sum (`PartsState`), to look at them. The same
+      keep_parts: keeps separate moving averages of μ̂² and σ̂² instead of their sum (`PartsState`), to inspect them. The same
         step up to rounding, as long as B does not vary where it enters.
       name: for messages.
 
@@ -218,7 +218,7 @@ def scale_by_moments(
     return from_statistics(name, needs, init, update)
 
 
-def momentum(mean: Any, mu: Any, b1: Any, count: jax.Array, nesterov: bool) -> tuple[Any, Any]:
+def momentum(mean: Any, mu: Any, b1: Any, count: Any, nesterov: bool) -> tuple[Any, Any]:
     """The new moving average and what the step uses of it, bias-corrected as in optax."""
     mu = optax.tree.update_moment(mean, mu, b1, 1)
     if not nesterov:
@@ -229,7 +229,7 @@ def momentum(mean: Any, mu: Any, b1: Any, count: jax.Array, nesterov: bool) -> t
 
 
 def _share_below(values: Any, lowest: Any) -> jax.Array:
-    """The share of coordinates that lie below their floor."""
+    """The share of coordinates below their floor."""
     below = jax.tree.map(lambda v, low: jnp.sum(v < low, dtype=jnp.float32), values, lowest)
     coordinates = sum(v.size for v in jax.tree.leaves(values))
     return sum(jax.tree.leaves(below), jnp.zeros((), jnp.float32)) / max(coordinates, 1)

@@ -207,4 +207,5 @@ class Compute:
         else:
             by_platform = {name: at(name) for name in sizes}
             results = jax.lax.platform_dependent(request.inputs, **by_platform)
-        return finish(request, *results, dataclasses.replace(traces[-1], microbatch_sizes=sizes))
+        sums, per_unit = results
+        return finish(request, sums, per_unit, dataclasses.replace(traces[-1], microbatch_sizes=sizes))

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from perex_t5x.per_example.statistic import Statistic, name_of
 
@@ -29,10 +30,10 @@ class GradStatistics:
     """
 
     averages: dict[str, Any]
-    count: jax.Array
-    num_groups: jax.Array
-    weight_sum: jax.Array
-    weight_square_sum: jax.Array
+    count: Any
+    num_groups: Any
+    weight_sum: Any
+    weight_square_sum: Any
     group_size: int = dataclasses.field(default=1, metadata={"static": True})
     group_noise: jax.Array | None = None
 
@@ -80,7 +81,7 @@ class GradStatistics:
         With a single group: an error where that is known, NaN where traced. In float32, q − ḡ² loses all its digits at
         |μ|/σ ≈ 10⁴.
         """
-        if not isinstance(self.num_groups, jax.core.Tracer) and self.num_groups < 2:
+        if not isinstance(self.num_groups, Tracer) and self.num_groups < 2:
             raise ValueError(
                 "one example (or group) has no variance: give two or more, or merge statistics first "
                 "(GradStatistics.merge)."
@@ -98,7 +99,7 @@ class GradStatistics:
 
     def variance_clamps(self) -> jax.Array:
         """How many coordinates `variance` clamps."""
-        return sum(jnp.sum(v < 0) for v in jax.tree.leaves(self.raw_variance()))
+        return _total(jax.tree.map(lambda v: v < 0, self.raw_variance()))
 
     def squared_mean(self) -> Any:
         """Unbiased estimate of μ²: ḡ² − σ̂² Σw²/(Σw)². Often negative where the signal is weak."""
@@ -124,10 +125,7 @@ class GradStatistics:
 
     def noise_scale_parts(self) -> tuple[jax.Array, jax.Array]:
         """(tr Σ̂, |μ̂|²)."""
-        return (
-            sum(jnp.sum(v) for v in jax.tree.leaves(self.raw_variance())),
-            sum(jnp.sum(m) for m in jax.tree.leaves(self.squared_mean())),
-        )
+        return _total(self.raw_variance()), _total(self.squared_mean())
 
     @staticmethod
     def merge(a: GradStatistics, b: GradStatistics) -> GradStatistics:
@@ -148,6 +146,10 @@ class GradStatistics:
             a.group_size,
             a._group_noise() + b._group_noise(),
         )
+
+
+def _total(tree: Any) -> Any:
+    return sum(jnp.sum(x) for x in jax.tree.leaves(tree))
 
 
 @jax.tree_util.register_dataclass

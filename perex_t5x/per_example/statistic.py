@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,16 +67,18 @@ class Statistic:
 
     def _check_claims(self) -> None:
         a, b = (np.random.default_rng(seed).normal(size=64).astype(np.float32) for seed in (0, 1))
+        phi: Callable[[Any], Any] = self.fn
         if self.factorable:
-            whole, parts = np.asarray(self.fn(jnp.asarray(a * b))), np.asarray(self.fn(a) * self.fn(b))
+            whole, parts = (np.asarray(x) for x in (phi(jnp.asarray(a * b)), phi(a) * phi(b)))
             if (worst := _worst_difference(whole, parts)) is not None:
                 raise ValueError(
                     f"Statistic {self.name!r} claims factorable=True, but φ(a·b) ≠ φ(a)·φ(b) at a = {a[worst]:.3g}, "
                     f"b = {b[worst]:.3g}: {whole[worst]:.3g} against {parts[worst]:.3g}. Leave factorable out."
                 )
-        for c in map(jnp.float32, _FACTORS if self.scaling is not None else ()):
-            factor = np.asarray(self.scaling(c))
-            whole, parts = np.asarray(self.fn(c * a)), factor * np.asarray(self.fn(jnp.asarray(a)))
+        scaling: Callable[[Any], Any] | None = self.scaling
+        for c in map(np.float32, _FACTORS if scaling else ()):
+            factor = np.asarray(scaling(c)) if scaling else np.nan
+            whole, parts = np.asarray(phi(jnp.asarray(c * a))), factor * np.asarray(phi(jnp.asarray(a)))
             if not np.isnan(factor) and (worst := _worst_difference(whole, parts)) is not None:
                 raise ValueError(
                     f"Statistic {self.name!r}: scaling must give φ(c·g) = scaling(c)·φ(g), but at c = {c:.3g} and "

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 
 from perex_t5x.per_example import collectives
@@ -72,6 +73,12 @@ def _factor(request: Request) -> float:
     return 1.0 / (request.inputs.num_units * request.num_devices)
 
 
+def _norms(reduced: Sequence[ReductionResult]) -> jax.Array:
+    """Of each unit's gradient, over all parameters."""
+    squares: list[Any] = [r.squares_N for r in reduced]
+    return jnp.sqrt(sum(squares))
+
+
 def _varying(shape: jax.ShapeDtypeStruct) -> frozenset[str]:
     return frozenset() if shape.manual_axis_type is None else shape.manual_axis_type.varying
 
@@ -101,7 +108,7 @@ def _reduce_chunk(request: Request, inputs: Inputs, initial: Any) -> tuple[dict[
         # which there are cheaper reductions (`gram`).
         for_norms = dataclasses.replace(request.context, statistics=(), num_examples=units, norms=True, unit="example")
         (losses, _), first = method(request, for_norms, inputs, None)
-        norms = jnp.sqrt(sum(r.squares_N for r in first))
+        norms = _norms(first)
         if options.non_finite == "skip":
             finite = jnp.isfinite(norms) & jnp.all(jnp.isfinite(losses), axis=1)
             unit_weights = jnp.where(finite, 1.0 if unit_weights is None else unit_weights, 0.0)
@@ -118,7 +125,7 @@ def _reduce_chunk(request: Request, inputs: Inputs, initial: Any) -> tuple[dict[
     )
     (losses, aux), reduced = method(request, context, inputs, initial)
     if wants_norms:
-        norms = jnp.sqrt(sum(r.squares_N for r in reduced))
+        norms = _norms(reduced)
     finite = jnp.all(jnp.isfinite(losses), axis=1)
     if norms is not None:
         finite &= jnp.isfinite(norms)
@@ -228,7 +235,7 @@ def _raise_if_non_finite(bad_M: jax.Array) -> None:
                 f"finite: {', '.join(map(str, indices[:10]))}{', ...' if indices.size > 10 else ''}."
             )
 
-    if isinstance(bad_M, jax.core.Tracer):
+    if isinstance(bad_M, Tracer):
         jax.debug.callback(check, bad_M)
     else:
         check(bad_M)
@@ -276,12 +283,12 @@ def matmul_flops(jaxpr: core.Jaxpr) -> int:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             (contract, _), _ = eqn.params["dimension_numbers"]
-            shape = eqn.invars[0].aval.shape
-            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contract)
+            shape = jaxprs.shape_of(eqn.invars[0])
+            total += 2 * jaxprs.size_of(eqn.outvars[0]) * math.prod(shape[i] for i in contract)
         elif eqn.primitive.name == "conv_general_dilated":
-            kernel = eqn.invars[1].aval.shape
+            kernel = jaxprs.shape_of(eqn.invars[1])
             out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // max(out_features, 1)
+            total += 2 * jaxprs.size_of(eqn.outvars[0]) * math.prod(kernel) // max(out_features, 1)
         times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
         total += times * max((matmul_flops(inner) for inner in jaxprs.inner(eqn)), default=0)
     return total

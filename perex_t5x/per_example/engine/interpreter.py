@@ -296,8 +296,7 @@ def _enter_scan(
     num_consts, num_carry = p["num_consts"], p["num_carry"]
     body = jaxprs.inline(p["jaxpr"])
     consts, carry, xs = jaxprs.split_scan(values, p)
-    ((_, body_flags),) = jaxprs.bodies_of(eqn, flags)
-    const_flags, carry_flags, xs_flags = jaxprs.split_scan(body_flags, p)
+    const_flags, carry_flags, xs_flags = jaxprs.split_scan(jaxprs.body_flags(eqn, flags), p)
     n = context.num_examples
     # A carry that comes to depend on the example in some step has an example axis from the start: its type may not change.
     carry = [

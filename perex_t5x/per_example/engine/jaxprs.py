@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
@@ -137,6 +138,19 @@ def contract_leading(eqn: core.JaxprEqn, operands: Sequence[Any], **changed: Any
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
+def shape_of(v: Any) -> tuple[int, ...]:
+    """The shape of a variable or literal."""
+    return v.aval.shape
+
+
+def dtype_of(v: Any) -> Any:
+    return v.aval.dtype
+
+
+def size_of(v: Any) -> int:
+    return math.prod(v.aval.shape)
+
+
 def source_line(eqns: Iterable[core.JaxprEqn]) -> str | None:
     """'file.py:12 (function)', the innermost line of the user's of the first equation that has one."""
     for eqn in eqns:
@@ -145,6 +159,13 @@ def source_line(eqns: Iterable[core.JaxprEqn]) -> str | None:
                 short = os.sep.join(frame.file_name.split(os.sep)[-3:])
                 return f"{short}:{frame.line_num} ({frame.function_name})"
     return None
+
+
+def body_flags(eqn: core.JaxprEqn, batched: Sequence[bool]) -> list[bool]:
+    """Of a scan: which of its body's arguments depend on the example, if these of the scan do."""
+    bodies = bodies_of(eqn, batched)
+    assert bodies is not None, eqn
+    return bodies[0][1]
 
 
 def split_scan(items: Sequence[Any], params: dict[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -127,10 +126,6 @@ class Plan:
         return by_count
 
 
-def size(v: Any) -> int:
-    return math.prod(v.aval.shape)
-
-
 def make_plan(
     jaxpr: core.Jaxpr, wanted: Iterable[int], batched: Sequence[bool], data_axes: frozenset[str] = frozenset()
 ) -> Plan:
@@ -166,7 +161,7 @@ def make_plan(
         if parts := _parts(v, sources, uses):
             used, boxes = parts
             deferred.update(id(e) for e in used)
-            return Concatenated(v.aval.shape, tuple((start, x.aval.shape, walk(x)) for start, x in boxes))
+            return Concatenated(jaxprs.shape_of(v), tuple((start, jaxprs.shape_of(x), walk(x)) for start, x in boxes))
         if name in primitives.CONTRACTIONS | primitives.CHEAP or is_accumulation(eqn):
             node = produce(jaxpr, v, sources, uses, depends)
             deferred.update(id(e) for e in node.eqns)
@@ -191,6 +186,15 @@ def produce(
     once per example, so it should not contain more than necessary.
     """
     order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
+
+    def belongs(eqn: core.JaxprEqn, v: core.Var) -> bool:
+        is_known = eqn.primitive.name in primitives.CONTRACTIONS | primitives.CHEAP or is_accumulation(eqn)
+        if uses[v] > 1 or len(eqn.outvars) > 1 or not is_known:
+            return False
+        # What is smaller than the gradient may exist for all examples, unless what it is made of is smaller still.
+        made_of = sum(jaxprs.size_of(x) for x in eqn.invars if isinstance(x, core.Var))
+        return jaxprs.size_of(v) >= jaxprs.size_of(root) or jaxprs.size_of(v) > made_of
+
     eqns: list[core.JaxprEqn] = []
     leaves: dict[core.Var, None] = {}
     held: list[core.Var] = []  # as large as the gradient, and not made of it by a contraction
@@ -200,17 +204,9 @@ def produce(
         if isinstance(v, core.Literal) or v in leaves:
             continue
         eqn = sources[v][0] if v in sources else None
-        part = v is root or (
-            eqn is not None
-            and uses[v] == 1
-            and len(eqn.outvars) == 1
-            and (eqn.primitive.name in primitives.CONTRACTIONS | primitives.CHEAP or is_accumulation(eqn))
-            # What is smaller than the gradient may exist for all examples, unless what it is made of is smaller still.
-            and (size(v) >= size(root) or size(v) > sum(size(x) for x in eqn.invars if isinstance(x, core.Var)))
-        )
-        if not part:
+        if eqn is None or not (v is root or belongs(eqn, v)):
             leaves[v] = None
-            if eqn is not None and depends is not None and size(v) >= size(root) and _grows(v, eqn, depends):
+            if eqn is not None and jaxprs.size_of(v) >= jaxprs.size_of(root) and _grows(v, eqn, depends):
                 held.append(v)
             continue
         eqns.append(eqn)
@@ -227,9 +223,11 @@ def produce(
     return Producer(tuple(eqns), root, tuple(v for v in leaves if v not in made), note, tuple(held))
 
 
-def _grows(v: core.Var, eqn: core.JaxprEqn, depends: set[core.Var]) -> bool:
+def _grows(v: core.Var, eqn: core.JaxprEqn, depends: set[core.Var] | None) -> bool:
     """Whether a result is larger than all of its equation's inputs that differ by example."""
-    return v in depends and size(v) > sum(size(x) for x in eqn.invars if isinstance(x, core.Var) and x in depends)
+    if depends is None or v not in depends:
+        return False
+    return jaxprs.size_of(v) > sum(jaxprs.size_of(x) for x in eqn.invars if isinstance(x, core.Var) and x in depends)
 
 
 def is_accumulation(eqn: core.JaxprEqn) -> bool:
@@ -240,7 +238,9 @@ def is_accumulation(eqn: core.JaxprEqn) -> bool:
 def is_permutation(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name == "broadcast_in_dim":  # only where it adds axes of size one
         return (
-            len(eqn.invars) == 1 and isinstance(eqn.invars[0], core.Var) and size(eqn.invars[0]) == size(eqn.outvars[0])
+            len(eqn.invars) == 1
+            and isinstance(eqn.invars[0], core.Var)
+            and jaxprs.size_of(eqn.invars[0]) == jaxprs.size_of(eqn.outvars[0])
         )
     return eqn.primitive.name in primitives.PERMUTATIONS
 
@@ -248,8 +248,8 @@ def is_permutation(eqn: core.JaxprEqn) -> bool:
 def is_unary(eqn: core.JaxprEqn) -> bool:
     """A cast or a sign; not a cast that drops the imaginary part, which is no factor of its argument."""
     return eqn.primitive.name in primitives.UNARY and not (
-        np.issubdtype(eqn.invars[0].aval.dtype, np.complexfloating)
-        and not np.issubdtype(eqn.outvars[0].aval.dtype, np.complexfloating)
+        np.issubdtype(jaxprs.dtype_of(eqn.invars[0]), np.complexfloating)
+        and not np.issubdtype(jaxprs.dtype_of(eqn.outvars[0]), np.complexfloating)
     )
 
 
@@ -263,7 +263,7 @@ def is_zeros(v: Any, sources: dict[core.Var, tuple[core.JaxprEqn, int]]) -> bool
 
 def _parts(
     root: core.Var, sources: dict[core.Var, tuple[core.JaxprEqn, int]], uses: dict[core.Var, int]
-) -> tuple[list[core.JaxprEqn], list[tuple[tuple[int, ...], core.Var]]] | None:
+) -> tuple[list[core.JaxprEqn], list[tuple[tuple[int, ...], Any]]] | None:
     """If `root` is put together from parts that fill it without overlap: the equations that do it, and the parts.
 
     The gradient of `w[:k]` is a pad of zeros around a smaller gradient, so that of a parameter used in slices is a sum of
@@ -271,8 +271,8 @@ def _parts(
     they must fill the whole, since φ(0) of an element that no part has need not be 0.
     """
     used: list[core.JaxprEqn] = []
-    boxes: list[tuple[tuple[int, ...], core.Var]] = []
-    ndim = len(root.aval.shape)
+    boxes: list[tuple[tuple[int, ...], Any]] = []
+    ndim = len(jaxprs.shape_of(root))
 
     todo: list[Any] = [root]
     while todo:
@@ -288,7 +288,7 @@ def _parts(
                 axis, at = eqn.params["dimension"], 0
                 for x in eqn.invars:
                     boxes.append((tuple(at * (k == axis) for k in range(ndim)), x))
-                    at += x.aval.shape[axis]
+                    at += jaxprs.shape_of(x)[axis]
             case "pad":
                 x, value = eqn.invars
                 config = eqn.params["padding_config"]
@@ -297,18 +297,21 @@ def _parts(
                 boxes.append((tuple(lo for lo, _, _ in config), x))
             case "dynamic_update_slice":
                 into, x, *start = eqn.invars
-                if not is_zeros(into, sources) or not all(isinstance(s, core.Literal) for s in start):
+                literals = [s.val for s in start if isinstance(s, core.Literal)]
+                if not is_zeros(into, sources) or len(literals) < len(start):
                     return None
-                limits = [a - b for a, b in zip(v.aval.shape, x.aval.shape, strict=True)]
-                at = [min(max(int(s.val), 0), limit) for s, limit in zip(start, limits, strict=True)]
+                limits = [a - b for a, b in zip(jaxprs.shape_of(v), jaxprs.shape_of(x), strict=True)]
+                at = [min(max(int(s), 0), limit) for s, limit in zip(literals, limits, strict=True)]
                 boxes.append((tuple(at), x))
             case _:
                 return None
-    if not all(isinstance(x, core.Var) for _, x in boxes) or sum(size(x) for _, x in boxes) != size(root):
+    if not all(isinstance(x, core.Var) for _, x in boxes) or sum(jaxprs.size_of(x) for _, x in boxes) != jaxprs.size_of(
+        root
+    ):
         return None
     # Sizes that add up, and no pair that overlaps: then every element is in exactly one part.
     for (a, x), (b, y) in itertools.combinations(boxes, 2):
-        shapes = zip(a, x.aval.shape, b, y.aval.shape, strict=True)
+        shapes = zip(a, jaxprs.shape_of(x), b, jaxprs.shape_of(y), strict=True)
         if all(i < j + m and j < i + n for i, n, j, m in shapes):
             return None
     return used, boxes

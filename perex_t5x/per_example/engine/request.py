@@ -177,7 +177,7 @@ def num_examples(arguments: Sequence[Any], roles: Roles) -> int:
     return count
 
 
-def check_divides(what: str, part: int, whole_name: str, whole: int) -> None:
+def check_divides(what: str, part: Any, whole_name: str, whole: int) -> None:
     if isinstance(part, bool) or not isinstance(part, int | np.integer) or part < 1:
         raise ValueError(f"{what} = {part!r}: must be a positive whole number.")
     if whole % part:

@@ -15,6 +15,8 @@ import jax
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
+from perex_t5x.per_example.engine import jaxprs
+
 
 @dataclasses.dataclass(frozen=True)
 class AutoSharding:
@@ -39,7 +41,7 @@ class AutoSharding:
 
     def before_permutation(self, eqn: core.JaxprEqn) -> AutoSharding | None:
         """The sharding of a permutation's operand, given its result's; None where it is not simply expressed."""
-        old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        old, new = jaxprs.shape_of(eqn.invars[0]), jaxprs.shape_of(eqn.outvars[0])
         if eqn.primitive.name == "transpose":
             axes = [None] * len(old)
             for i, k in enumerate(eqn.params["permutation"]):

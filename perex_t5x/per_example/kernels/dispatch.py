@@ -81,7 +81,9 @@ def _on_device(product: Product, operands: Any, over: tuple[str, ...]) -> tuple[
     shape = tuple(x.shape[1 + i] for x, free in zip((left, right), mine.free, strict=True) for i in free)
     matrix = (s_NxTxI.shape[2], r_NxTxJ.shape[2])
     # φ sees the gradient as the loss's own product gives it: rounded to its dtype, although the kernel sums in float32.
-    dtype = product.eqn.outvars[0].aval.dtype
+    dtype = jaxprs.dtype_of(product.eqn.outvars[0])
+    tile = _tile(product, *matrix, initial is not None)
+    assert tile is not None, "unsupported_reason has asked for one, with sums to add to, which take more memory"
     sums, squares = sums_of_products(
         s_NxTxI,
         r_NxTxJ,
@@ -92,7 +94,7 @@ def _on_device(product: Product, operands: Any, over: tuple[str, ...]) -> tuple[
         add=context.added,
         num_sums=len(context.statistics),
         norms=context.norms,
-        tile=_tile(product, *matrix, initial is not None),
+        tile=tile,
         precision=product.eqn.params["precision"],
     )
     if over and squares is not None:  # of this device's part of the gradient alone
@@ -107,7 +109,7 @@ def _operands(product: Product) -> str:
     dtypes = {x.dtype for x in (product.left, product.right)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
         return f"operands of {' and '.join(sorted(map(str, dtypes)))}"
-    if product.eqn.outvars[0].aval.dtype not in (jnp.bfloat16, jnp.float32) or product.dtype != jnp.float32:
+    if jaxprs.dtype_of(product.eqn.outvars[0]) not in (jnp.bfloat16, jnp.float32) or product.dtype != jnp.float32:
         return f"gradients of {product.dtype}"
     # Mosaic's matrix product takes these precisions, the same for both operands, and no others.
     precision = product.eqn.params["precision"]
@@ -153,7 +155,7 @@ def _size(product: Product) -> str:
 
 def _functions(product: Product) -> str:
     """`pre` and φ are traced inside the kernel, where arrays cannot be closed over and few operations compile."""
-    g = jax.ShapeDtypeStruct((8, 128), product.eqn.outvars[0].aval.dtype)
+    g = jax.ShapeDtypeStruct((8, 128), jaxprs.dtype_of(product.eqn.outvars[0]))
     pre = product.spec.pre
     for name, fn in [
         ("the gradient's tail", pre),
@@ -172,9 +174,9 @@ def _functions(product: Product) -> str:
 
 def _is_elementwise(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name == "broadcast_in_dim":
-        return all(math.prod(v.aval.shape) == 1 for v in eqn.invars)
+        return all(jaxprs.size_of(v) == 1 for v in eqn.invars)
     return eqn.primitive.name in primitives.KERNEL_ELEMENTWISE and all(
-        jnp.dtype(v.aval.dtype).itemsize <= 4 for v in (*eqn.invars, *eqn.outvars)
+        jnp.dtype(jaxprs.dtype_of(v)).itemsize <= 4 for v in (*eqn.invars, *eqn.outvars)
     )
 
 

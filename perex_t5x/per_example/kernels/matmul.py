@@ -159,8 +159,8 @@ def _kernel(
     s, r = next(ref), next(ref)
     initial = [next(ref) for _ in range(num_initial)]
     sums = [next(ref) for _ in range(num_sums)]
-    squares = next(ref) if norms else None
-    so_far = next(ref) if is_chunked else None
+    squares: Any = next(ref) if norms else None
+    so_far: Any = next(ref) if is_chunked else None
     row, column, n, t = (pl.program_id(k) for k in range(4))
 
     @pl.when((n == 0) & (t == 0))

@@ -81,18 +81,18 @@ class Product:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.eqn.outvars[0].aval.shape)
+        return tuple(jaxprs.shape_of(self.eqn.outvars[0]))
 
     @property
     def dtype(self) -> Any:
         """Of the gradient, when φ sees it."""
-        zero = jax.ShapeDtypeStruct((), self.eqn.outvars[0].aval.dtype)
+        zero = jax.ShapeDtypeStruct((), jaxprs.dtype_of(self.eqn.outvars[0]))
         return jax.eval_shape(lambda x: at_least_f32(self.spec.pre(x)), zero).dtype
 
     @property
     def factor(self) -> jax.Array:
         """The number by which casts and signs after the product multiply it: `pre` is linear, so it shows on a one."""
-        return self.spec.pre(jnp.ones((), self.eqn.outvars[0].aval.dtype))
+        return self.spec.pre(jnp.ones((), jaxprs.dtype_of(self.eqn.outvars[0])))
 
     def operand_shardings(self) -> tuple[AutoSharding | None, AutoSharding | None]:
         """Where the product needs its operands."""
@@ -122,7 +122,7 @@ class Product:
 
         A float16 product that overflows is inf for the loss's own gradient, and must be inf here.
         """
-        dtype = self.eqn.outvars[0].aval.dtype
+        dtype = jaxprs.dtype_of(self.eqn.outvars[0])
         return bool(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp)
 
     def of_one(self, left: jax.Array, right: jax.Array) -> jax.Array:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 
+from perex_t5x.per_example.engine import jaxprs
 from perex_t5x.per_example.reductions import dense, reducer, sparse, tokens
 from perex_t5x.per_example.reductions.reducer import ReductionResult, ReductionSite
 
@@ -20,7 +20,7 @@ def select_reduction(site: ReductionSite) -> ReductionResult:
     result = _first_applicable(site)
     if any(site.value(v)[1] for v in site.node.held):
         # However well it is reduced, the producer's own inputs are as large as the gradient, and exist for all examples.
-        held = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in site.node.held) * site.context.num_examples
+        held = sum(jaxprs.size_of(v) * jaxprs.dtype_of(v).itemsize for v in site.node.held) * site.context.num_examples
         return dataclasses.replace(result, reduction=reducer.MATERIALISED, note=site.node.note, transient_bytes=held)
     return result
 
@@ -33,10 +33,10 @@ def _first_applicable(site: ReductionSite) -> ReductionResult:
     for reduction in REDUCTIONS:
         if result := reduction(site):
             return result
-    example_size = sum(math.prod(v.aval.shape) for v, b in zip(site.node.leaves, site.batched, strict=True) if b)
+    example_size = sum(jaxprs.size_of(v) for v, b in zip(site.node.leaves, site.batched, strict=True) if b)
     # The leaves exist for all examples already: a gradient that is no larger than they are may, too, and one fused pass over
     # all examples beats a loop.
-    if math.prod(site.node.root.aval.shape) <= example_size:
+    if jaxprs.size_of(site.node.root) <= example_size:
         in_axes = tuple(0 if b else None for b in site.batched)
         g_Nx = jax.vmap(site.gradient, in_axes=in_axes)(*site.leaves)
         return reducer.all_at_once(site.context, g_Nx, "all at once", initial=site.spec.initial)

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from perex_t5x.per_example.engine import jaxprs
 from perex_t5x.per_example.reductions.dense import Product, gram_squares, reduce_product
 from perex_t5x.per_example.reductions.reducer import ReductionContext, ReductionResult, ReductionSite, at_least_f32
 from perex_t5x.per_example.reductions.terms import Term, terms
@@ -28,15 +29,15 @@ class Rows:
         eqn = term.eqn
         operand, ids, updates = eqn.invars
         numbers = eqn.params["dimension_numbers"]
-        table = operand.aval.shape
+        table = jaxprs.shape_of(operand)
         is_row_update = (
             len(table) == 2
             and tuple(numbers.inserted_window_dims) == (0,)
             and tuple(numbers.scatter_dims_to_operand_dims) == (0,)
             and not numbers.operand_batching_dims
-            and tuple(numbers.update_window_dims) == (updates.aval.ndim - 1,)
-            and updates.aval.shape[-1] == table[1]
-            and ids.aval.shape[-1] == 1
+            and tuple(numbers.update_window_dims) == (len(jaxprs.shape_of(updates)) - 1,)
+            and jaxprs.shape_of(updates)[-1] == table[1]
+            and jaxprs.shape_of(ids)[-1] == 1
             and site.is_batched(ids, updates)
             and term.transposed is False
         )
@@ -101,7 +102,7 @@ def sparse(site: ReductionSite) -> ReductionResult | None:
         return None
     g_NxTxD = rows.sums_NxTxD
     scale, weight = context.columns(3, g_NxTxD.dtype)
-    begin = context.begin(spec.initial, site.node.root.aval.shape, g_NxTxD.dtype, spec.sharding)
+    begin = context.begin(spec.initial, jaxprs.shape_of(site.node.root), g_NxTxD.dtype, spec.sharding)
     sums = []
     for s, total, zero_everywhere in zip(context.statistics, begin, is_zero_at_zero, strict=True):
         change = context.phi(s, g_NxTxD, scale)

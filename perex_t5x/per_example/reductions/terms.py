@@ -36,14 +36,14 @@ class Term:
     def transposed(self) -> bool | None:
         """Of a matrix: whether the moves transpose it; None if they do something else."""
         moves = [eqn for eqn in self.chain if plan.is_permutation(eqn)]
-        if len(self.eqn.outvars[0].aval.shape) != 2 or any(eqn.primitive.name != "transpose" for eqn in moves):
+        if len(jaxprs.shape_of(self.eqn.outvars[0])) != 2 or any(eqn.primitive.name != "transpose" for eqn in moves):
             return None
         return sum(tuple(eqn.params["permutation"]) == (1, 0) for eqn in moves) % 2 == 1
 
 
 def terms(node: plan.Producer) -> list[Term] | None:
     """The contributions to a producer's root, or None if it is not such a sum."""
-    sources = {v: eqn for eqn in node.eqns for v in eqn.outvars}
+    sources: dict[Any, core.JaxprEqn] = {v: eqn for eqn in node.eqns for v in eqn.outvars}
     contributions: list[Term] = []
     used: set[int] = set()
     todo: list[tuple[Any, tuple[core.JaxprEqn, ...]]] = [(node.root, ())]

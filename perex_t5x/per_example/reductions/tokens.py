@@ -7,6 +7,8 @@ embedding's the row of one token. Where a weight is applied in several places (a
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -21,11 +23,11 @@ def per_token(site: ReductionSite) -> ReductionResult | None:
     contributions = terms(site.node)
     if contributions is None:
         return None
-    parts = [_one_term(site, term) for term in contributions]
-    if any(p is None for p in parts):
+    parts = [part for term in contributions if (part := _one_term(site, term)) is not None]
+    if len(parts) < len(contributions):
         return None
     num_statistics = len(parts[0][0])
-    sums = [
+    sums: list[Any] = [
         sum(term.moved(p[0][k]) for term, p in zip(contributions, parts, strict=True)) for k in range(num_statistics)
     ]
     squares = None
@@ -38,7 +40,7 @@ def per_token(site: ReductionSite) -> ReductionResult | None:
             ),
             jnp.arange(context.num_examples),
         )
-    positions_N = sum(p[1] for p in parts)
+    positions_N: Any = sum(p[1] for p in parts)
     return ReductionResult(plus(site.spec.initial, sums), squares, "per token", 0, positions_N=positions_N)
 
 
@@ -50,7 +52,7 @@ def _one_term(site: ReductionSite, term: Term) -> tuple[list[jax.Array], jax.Arr
 
 def _scaled(site: ReductionSite, term: Term, x: jax.Array) -> jax.Array:
     """Times the linear factor of casts, signs and scalings between the contraction and φ."""
-    factor = at_least_f32(site.spec.pre(term.unary(jnp.ones((), term.eqn.outvars[0].aval.dtype))))
+    factor = at_least_f32(site.spec.pre(term.unary(jnp.ones((), jaxprs.dtype_of(term.eqn.outvars[0])))))
     return x * factor.astype(x.dtype)
 
 
@@ -116,6 +118,6 @@ def _rows(site: ReductionSite, term: Term) -> tuple[list[jax.Array], jax.Array] 
             return jaxprs.bind(term.eqn, [total, *x])[0], None
 
         # The loss's own scatter, into our sums, so that its treatment of ids out of range is the same.
-        sums.append(jax.lax.scan(add, context.zeros(operand.aval.shape, phi.dtype), (all_ids, phi))[0])
+        sums.append(jax.lax.scan(add, context.zeros(jaxprs.shape_of(operand), phi.dtype), (all_ids, phi))[0])
     positions = tuple(a for a in range(rows.ndim - 1) if a not in window)
     return sums, _count(_nonzero(rows, positions))

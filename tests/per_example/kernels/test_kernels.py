@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from perex_t5x import per_example
 from perex_t5x.hardware.devices import has_libtpu, tpu_devices
+from perex_t5x.per_example.engine import jaxprs, primitives
 from perex_t5x.per_example.kernels import dispatch, tiles
 from perex_t5x.per_example.kernels.matmul import sums_of_products
 from perex_t5x.per_example.reductions.reducer import ReductionContext
@@ -397,8 +398,8 @@ def everything(g):
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
 def test_every_known_function_compiles(topology):
     program = jax.make_jaxpr(everything)(jax.ShapeDtypeStruct((8, 128), jnp.float32))
-    used = {eqn.primitive.name for eqn in per_example.jaxprs.inline(program).jaxpr.eqns} | {"add_any", "copy"}
-    assert used >= dispatch._ELEMENTWISE, dispatch._ELEMENTWISE - used
+    used = {eqn.primitive.name for eqn in jaxprs.inline(program).jaxpr.eqns} | {"add_any", "copy"}
+    assert used >= primitives.KERNEL_ELEMENTWISE, primitives.KERNEL_ELEMENTWISE - used
     mesh = mesh_of(tpu_devices(topology))
     compute = per_example.grad_statistics(loss, per_example.Statistic("everything", everything), data_axes=("data",))
     run = jax.shard_map(

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from perex_t5x.per_example.engine import jaxprs, plan
+from perex_t5x.per_example.engine import jaxprs
 from perex_t5x.per_example.engine.rewrites.products import paddings, splits, transposes, unit_contractions
 from perex_t5x.per_example.engine.rewrites.scans import accumulations, operations_into_bodies
 from perex_t5x.per_example.engine.rewrites.tools import Rule, rewritten, tails_of
@@ -63,8 +63,8 @@ def _sums_of_one(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tup
     del batched, wanted
     rules: dict[int, Rule] = {}
     for eqn in program.jaxpr.eqns:
-        if eqn.primitive.name == "reduce_sum" and plan.size(eqn.invars[0]) == plan.size(eqn.outvars[0]):
-            rules[id(eqn)] = lambda eqn, arguments, read: [arguments[0].reshape(eqn.outvars[0].aval.shape)]
+        if eqn.primitive.name == "reduce_sum" and jaxprs.size_of(eqn.invars[0]) == jaxprs.size_of(eqn.outvars[0]):
+            rules[id(eqn)] = lambda eqn, arguments, read: [arguments[0].reshape(jaxprs.shape_of(eqn.outvars[0]))]
     return rewritten(program, rules)
 
 

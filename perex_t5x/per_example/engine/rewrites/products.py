@@ -82,7 +82,7 @@ def unit_contractions(program: core.ClosedJaxpr, batched: Sequence[bool], wanted
     rules: dict[int, Rule] = {}
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name == "dot_general" and eqn.outvars[0] in tails:
-            sizes = [eqn.invars[0].aval.shape[a] for a in eqn.params["dimension_numbers"][0][0]]
+            sizes = [jaxprs.shape_of(eqn.invars[0])[a] for a in eqn.params["dimension_numbers"][0][0]]
             if 1 in sizes and max(sizes) > 1:
                 rules[id(eqn)] = _without_unit_contractions
     return rewritten(program, rules)
@@ -126,7 +126,9 @@ def transposes(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple
 def _exchanges(product: core.JaxprEqn, permutation: Sequence[int]) -> bool:
     """Whether the permutation puts all axes of the right operand before those of the left, both in order."""
     (contract_l, contract_r), (batch_l, _) = product.params["dimension_numbers"]
-    left, right = (v.aval.ndim - len(c) for v, c in zip(product.invars, (contract_l, contract_r), strict=True))
+    left, right = (
+        len(jaxprs.shape_of(v)) - len(c) for v, c in zip(product.invars, (contract_l, contract_r), strict=True)
+    )
     return not batch_l and tuple(permutation) == (*range(left, left + right), *range(left))
 
 

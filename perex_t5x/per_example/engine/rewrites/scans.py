@@ -28,7 +28,7 @@ class _Operation:
     @property
     def is_scaling(self) -> bool:
         name = self.eqn.primitive.name
-        return not self.other.aval.shape and (name == "mul" or (name == "div" and self.large == 0))
+        return not jaxprs.shape_of(self.other) and (name == "mul" or (name == "div" and self.large == 0))
 
     def apply(self, y: Any, other: Any) -> Any:
         pair = (y, other) if self.large == 0 else (other, y)
@@ -79,14 +79,14 @@ def _operation(eqn: core.JaxprEqn, sources: Any, depends: set[core.Var]) -> _Ope
         return None
     for large in (0, 1):
         x, y = eqn.invars[large], eqn.invars[1 - large]
-        if not isinstance(x, core.Var) or plan.size(x) < 2 or (isinstance(y, core.Var) and x is y):
+        if not isinstance(x, core.Var) or jaxprs.size_of(x) < 2 or (isinstance(y, core.Var) and x is y):
             continue
-        if not y.aval.shape:
+        if not jaxprs.shape_of(y):
             return _Operation(eqn, large, y)
         source = sources[y][0] if isinstance(y, core.Var) and y in sources else None
-        if source is not None and source.primitive.name == "broadcast_in_dim" and not source.invars[0].aval.shape:
+        if source is not None and source.primitive.name == "broadcast_in_dim" and not jaxprs.shape_of(source.invars[0]):
             return _Operation(eqn, large, source.invars[0])
-        if x in depends and y not in depends and y.aval.shape == x.aval.shape:
+        if x in depends and y not in depends and jaxprs.shape_of(y) == jaxprs.shape_of(x):
             return _Operation(eqn, large, y)
     return None
 
@@ -183,8 +183,8 @@ def _addition(body: core.Jaxpr, params: dict[str, Any], index: int) -> plan.Prod
     if old not in node.leaves:
         return None
     # Worth it only if the stacks of what is added are smaller than the gradient's own size, roughly.
-    stacked = sum(plan.size(v) for v in node.leaves if v is not old and v not in body.invars[:num_consts])
-    return node if params["length"] * stacked < plan.size(new) * 2 else None
+    stacked = sum(jaxprs.size_of(v) for v in node.leaves if v is not old and v not in body.invars[:num_consts])
+    return node if params["length"] * stacked < jaxprs.size_of(new) * 2 else None
 
 
 def _split(
@@ -233,7 +233,7 @@ def _split(
     return [*(results[i] for i in range(num_carry)), *ys[:num_ys]]
 
 
-def _contracted(node: plan.Producer, old: core.Var, varying: dict[core.Var, Any]) -> tuple[Any] | None:
+def _contracted(node: plan.Producer, old: core.Var, varying: dict[Any, Any]) -> tuple[Any] | None:
     """Σ over steps of a matrix product or sum: one with the steps contracted too."""
     if len(node.eqns) != 2:
         return None

@@ -23,7 +23,7 @@ Rule = Callable[[core.JaxprEqn, Sequence[Any]], list[Any]]
 
 def without_unit_axes(program: core.ClosedJaxpr, kept: Collection[core.Var] = ()) -> core.ClosedJaxpr:
     """Computes the same; equations that make variables of `kept` are left as they are."""
-    if not any(1 in v.aval.shape for eqn in program.jaxpr.eqns for v in eqn.invars):
+    if not any(1 in jaxprs.shape_of(v) for eqn in program.jaxpr.eqns for v in eqn.invars):
         return program
 
     def run(*arguments: Any) -> list[Any]:
@@ -44,11 +44,11 @@ def _evaluate(program: core.ClosedJaxpr, arguments: Sequence[Any], kept: Collect
         if isinstance(v, core.Literal):
             return v.val
         if v not in whole:
-            whole[v] = jnp.reshape(small[v], v.aval.shape)
+            whole[v] = jnp.reshape(small[v], jaxprs.shape_of(v))
         return whole[v]
 
     def read_small(v: Any) -> Any:
-        if isinstance(v, core.Literal) or 1 not in v.aval.shape:
+        if isinstance(v, core.Literal) or 1 not in jaxprs.shape_of(v):
             return read(v)
         if v not in small:
             small[v] = jnp.squeeze(whole[v])
@@ -86,16 +86,16 @@ def _bind(eqn: core.JaxprEqn, arguments: Sequence[Any], is_kept: bool) -> list[A
 
 def _rule(eqn: core.JaxprEqn) -> Rule | None:
     """None where the equation has no axes of size one, or is of a kind that is not known here."""
-    if not any(1 in v.aval.shape for v in (*eqn.invars, *eqn.outvars)):
+    if not any(1 in jaxprs.shape_of(v) for v in (*eqn.invars, *eqn.outvars)):
         return None
     name = eqn.primitive.name
     if name in primitives.ELEMENTWISE:
         # Different shapes ([1, T] and [T, 1], say) would no longer broadcast as they did. Scalars do not matter.
-        shapes = {v.aval.shape for v in eqn.invars if v.aval.shape}
+        shapes = {jaxprs.shape_of(v) for v in eqn.invars if jaxprs.shape_of(v)}
         return _elementwise if len(shapes) == 1 else None
     if name == "pad":
         # Padding an axis of size one makes it longer: then it has to be there.
-        widths = zip(eqn.invars[0].aval.shape, eqn.params["padding_config"], strict=True)
+        widths = zip(jaxprs.shape_of(eqn.invars[0]), eqn.params["padding_config"], strict=True)
         return _pad if all(size != 1 or width == (0, 0, 0) for size, width in widths) else None
     if name == "slice":
         return _slice
@@ -120,29 +120,29 @@ def _elementwise(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
 
 
 def _reshaped(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
-    return [jnp.reshape(arguments[0], _small(eqn.outvars[0].aval.shape))]
+    return [jnp.reshape(arguments[0], _small(jaxprs.shape_of(eqn.outvars[0])))]
 
 
 def _broadcast(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
-    to = _places(eqn.outvars[0].aval.shape)
-    sizes = eqn.invars[0].aval.shape
+    to = _places(jaxprs.shape_of(eqn.outvars[0]))
+    sizes = jaxprs.shape_of(eqn.invars[0])
     dims = tuple(to[d] for d, size in zip(eqn.params["broadcast_dimensions"], sizes, strict=True) if size != 1)
-    return [jax.lax.broadcast_in_dim(arguments[0], _small(eqn.outvars[0].aval.shape), dims)]
+    return [jax.lax.broadcast_in_dim(arguments[0], _small(jaxprs.shape_of(eqn.outvars[0])), dims)]
 
 
 def _transpose(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
-    at = _places(eqn.invars[0].aval.shape)
+    at = _places(jaxprs.shape_of(eqn.invars[0]))
     return [jax.lax.transpose(arguments[0], [at[a] for a in eqn.params["permutation"] if a in at])]
 
 
 def _reduce(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
-    at = _places(eqn.invars[0].aval.shape)
+    at = _places(jaxprs.shape_of(eqn.invars[0]))
     axes = tuple(at[a] for a in eqn.params["axes"] if a in at)
     return jaxprs.bind_with(eqn, arguments, {**eqn.params, "axes": axes}) if axes else list(arguments)
 
 
 def _dot_general(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
-    at = [_places(v.aval.shape) for v in eqn.invars]
+    at = [_places(jaxprs.shape_of(v)) for v in eqn.invars]
     numbers = tuple(
         tuple(tuple(at[k][a] for a in axes if a in at[k]) for k, axes in enumerate(pair))
         for pair in eqn.params["dimension_numbers"]
@@ -152,16 +152,17 @@ def _dot_general(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
 
 def _slice(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
     """A slice may leave an axis of size one, which the result then loses."""
-    p, at = eqn.params, _places(eqn.invars[0].aval.shape)
-    strides = p["strides"] or (1,) * eqn.invars[0].aval.ndim
+    p, at = eqn.params, _places(jaxprs.shape_of(eqn.invars[0]))
+    strides = p["strides"] or (1,) * len(jaxprs.shape_of(eqn.invars[0]))
     cut = jax.lax.slice(arguments[0], *([x[a] for a in at] for x in (p["start_indices"], p["limit_indices"], strides)))
-    return [jnp.reshape(cut, _small(eqn.outvars[0].aval.shape))]
+    return [jnp.reshape(cut, _small(jaxprs.shape_of(eqn.outvars[0])))]
 
 
 def _pad(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
-    at = _places(eqn.invars[0].aval.shape)
-    padded = jax.lax.pad(*arguments, [eqn.params["padding_config"][a] for a in at])
-    return [jnp.reshape(padded, _small(eqn.outvars[0].aval.shape))]
+    at = _places(jaxprs.shape_of(eqn.invars[0]))
+    x, value = arguments
+    padded = jax.lax.pad(x, value, [eqn.params["padding_config"][a] for a in at])
+    return [jnp.reshape(padded, _small(jaxprs.shape_of(eqn.outvars[0])))]
 
 
 _RULES: dict[str, Rule] = {

@@ -27,11 +27,11 @@ def rule_for(eqn: core.JaxprEqn) -> Callable[[core.JaxprEqn, Sequence[Any]], lis
     return None
 
 
-def _units(operand: core.Var, not_window: Sequence[int], window: Sequence[int], indexed: Sequence[int]) -> Any:
+def _units(operand: Any, not_window: Sequence[int], window: Sequence[int], indexed: Sequence[int]) -> Any:
     """(axes of size one of the operand's windows, their places in `window`)."""
-    axes = [d for d in range(operand.aval.ndim) if d not in not_window]
+    axes = [d for d in range(len(jaxprs.shape_of(operand))) if d not in not_window]
     # An axis that the indices address stays: an index into it may be out of range, and then drops the update.
-    units = [(d, w) for d, w in zip(axes, window, strict=True) if operand.aval.shape[d] == 1 and d not in indexed]
+    units = [(d, w) for d, w in zip(axes, window, strict=True) if jaxprs.shape_of(operand)[d] == 1 and d not in indexed]
     return [d for d, _ in units], [w for _, w in units]
 
 
