@@ -1,6 +1,6 @@
 """Makes statistics agree with the updates they come with: the same mask, the same scale.
 
-A transformation in front of an optimizer in an `optax.chain` changes the updates (the mean gradient) and knows nothing of the
+A transformation in front of an optimizer in an `optax.chain` changes the updates (the mean gradient) and not the
 other statistics. Two kinds of change have a clear meaning for every example, and are applied to the statistics here:
 
 - a mask (`optax.masked`, `optax.multi_transform`): these parameters only;
