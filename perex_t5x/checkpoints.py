@@ -3,7 +3,7 @@
 checkpoint_1000/
   state/    OCDBT arrays: {'target': params, 'state': {'step', 'param_states', 'monitor'}, 'rng'}
   run/      JSON: data position and whatever else belongs to the run
-  data/     iterator state of a streaming feed, one file a process
+  data/     iterator state of a streaming feed, one file per process
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from perex_t5x.utils import RestoreCheckpointConfig, SaveCheckpointConfig
 
 PREFIX = "checkpoint"
 _NAME = re.compile(rf"{PREFIX}_(\d+)")
-_MONITOR = "state/monitor/"  # averages for the log: where they are missing they begin anew
+_MONITOR = "state/monitor/"  # averages for the log: where they are missing they start from zero
 
 
 class _FeedHandler(ocp.CheckpointHandler):
@@ -96,7 +96,7 @@ class Checkpointer:
                 self._manager.wait_until_finished()
 
     def raise_errors(self) -> None:
-        """Raises what has gone wrong behind, if anything has; waits for nothing."""
+        """Raises the error of a write in the background, if there was one; does not wait."""
         with _explained(self._model_dir):
             self._manager.check_for_errors()
 
@@ -124,8 +124,8 @@ class _explained:  # noqa: N801 (used as a statement)
             return
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TrainingError(
-            f"writing a checkpoint to {self._model_dir} failed: {text}. Earlier checkpoints are whole. Is the disk "
-            "full or the folder gone? Free some space and start the same command again: it resumes from the newest one."
+            f"writing a checkpoint to {self._model_dir} failed: {text}. Earlier checkpoints are complete. If the disk is "
+            "full or the folder is gone, fix that and start the same command again: it resumes from the newest one."
         ) from error
 
 
@@ -159,8 +159,8 @@ def data_dir(path: str) -> str:
 def newest(model_dir: str) -> str | None:
     """The newest whole checkpoint in a run's folder."""
     folder = epath.Path(model_dir)
-    found = _whole_checkpoints(folder) if folder.exists() else []
-    return absolute(found[-1]) if found else None
+    paths = _whole_checkpoints(folder) if folder.exists() else []
+    return absolute(paths[-1]) if paths else None
 
 
 def step_of(path: str) -> int | None:
@@ -173,7 +173,7 @@ def checkpoint_paths(path: str, mode: str) -> list[str]:
     folder = epath.Path(path)
     binding = f"RestoreCheckpointConfig.path = {path!r}"
     if not folder.exists():
-        raise ConfigError(f"{binding}: there is nothing at this path.")
+        raise ConfigError(f"{binding}: this path does not exist.")
     if mode == "specific" or (folder / "state").exists():
         if (folder / "checkpoint").exists():
             raise ConfigError(
@@ -185,10 +185,10 @@ def checkpoint_paths(path: str, mode: str) -> list[str]:
             hint = f" It holds {', '.join(os.path.basename(p) for p in inside)}: name one, or set mode = 'latest'."
             raise ConfigError(f"{binding} with mode 'specific' is not a checkpoint.{hint if inside else ''}")
         return [os.fspath(folder)]
-    found = _whole_checkpoints(folder)
-    if not found:
+    paths = _whole_checkpoints(folder)
+    if not paths:
         raise ConfigError(f"{binding}: no checkpoint_<step> folder in it.")
-    return found if mode == "all" else found[-1:]
+    return paths if mode == "all" else paths[-1:]
 
 
 def _whole_checkpoints(folder: epath.Path) -> list[str]:
@@ -221,8 +221,8 @@ def _sources(path: str, wanted: Mapping[str, Any], config: RestoreCheckpointConf
         if config is not None:
             raise
         raise ConfigError(
-            f"{e} This is the run's own checkpoint, which is always restored as a whole: for a change like this begin "
-            f"another MODEL_DIR with RestoreCheckpointConfig.path = {path!r}."
+            f"{e} This is the run's own checkpoint, which is always restored as a whole: for a change like this start "
+            f"a new MODEL_DIR with RestoreCheckpointConfig.path = {path!r}."
         ) from e
     return sources
 
@@ -281,7 +281,7 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def leaves_missing(shapes: TrainState, restored: Restored) -> bool:
-    """Whether some leaf has to be initialised afresh."""
+    """Whether some leaf has to be initialised."""
     return bool(set(flatten(shapes.state_dict())) - set(restored.leaves))
 
 
@@ -303,14 +303,14 @@ def _assign(
         if source in saved:
             sources[name] = source
         elif config.fallback_to_scratch or name.startswith(_MONITOR):
-            logging.info("%s is not in %s: initialised afresh", name, path)
+            logging.info("%s is not in %s: initialised", name, path)
         else:
             missing.append(f"{name}" + (f" (as {source})" if source != name else ""))
     if missing:
         raise ConfigError(
             f"checkpoint {path} does not have {len(missing)} of the leaves this run needs: {_some(missing)}. Another "
-            "model or another optimizer wrote it. To go on with a new optimizer set RestoreCheckpointConfig."
-            "assignment_map = [('.*param_states.*', None)]; to initialise what is missing afresh set "
+            "model or another optimizer wrote it. To continue with a new optimizer set RestoreCheckpointConfig."
+            "assignment_map = [('.*param_states.*', None)]; to initialise what is missing set "
             "fallback_to_scratch = True."
         )
     unused = sorted(set(saved) - set(sources.values()))
@@ -318,7 +318,7 @@ def _assign(
     restored_optimizer = any(name.startswith(optimizer) for name in sources)
     if restored_optimizer and (foreign := [name for name in unused if name.startswith(optimizer)]):
         raise ConfigError(
-            f"checkpoint {path} was written by another optimizer: this one has no place for {_some(foreign)}. To go on "
+            f"checkpoint {path} was written by another optimizer: this one has no use for {_some(foreign)}. To continue "
             "with a fresh optimizer state set RestoreCheckpointConfig.assignment_map = [('.*param_states.*', None)]."
         )
     unused = [name for name in unused if not name.startswith(_MONITOR)]

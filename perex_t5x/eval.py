@@ -1,7 +1,7 @@
 """Evaluate a checkpoint: `python -m perex_t5x.eval --gin_file=models/tiny.gin --gin_file=runs/eval.gin ...`
 
-Prints one JSON line per checkpoint and task, and writes them to `metrics.jsonl` in the output folder, beside what the
-SeqIO loggers write there.
+Prints one JSON line per checkpoint and task, and writes them to `metrics.jsonl` in the output folder, next to the
+files of the SeqIO loggers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from perex_t5x import checkpoints, distributed, gin_utils, run_dir
 from perex_t5x.data import lookup
 from perex_t5x.evaluation import InferenceEvaluator
 from perex_t5x.inference import paths_to_restore, restore_params
-from perex_t5x.models.protocol import feature_converter_cls
+from perex_t5x.models.protocol import Model, feature_converter_cls
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig
 
 
 def evaluate(
     *,
-    model: Any,
+    model: Model,
     dataset_cfg: DatasetConfig,
     partitioner: PjitPartitioner,
     restore_checkpoint_cfg: RestoreCheckpointConfig,
@@ -65,7 +65,7 @@ def evaluate(
     results = {}
     lines = []
     for path in paths:
-        params = restore_params(model, partitioner, path, restore_checkpoint_cfg)
+        params = restore_params(model, partitioner, path, restore_checkpoint_cfg, dataset_cfg)
         step = checkpoints.step_of(path) or 0
         results[step] = evaluator.evaluate(step, params)
         for task, metrics in results[step].items():

@@ -16,6 +16,7 @@ from perex_t5x.data.feed import Feed, batch_spec, make_feed
 from perex_t5x.errors import ConfigError
 from perex_t5x.inference import BatchRunner
 from perex_t5x.metrics import MetricSums
+from perex_t5x.models import protocol
 from perex_t5x.models.protocol import Model, feature_converter_cls
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.trainer import Trainer
@@ -104,7 +105,7 @@ class InferenceEvaluator:
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         partitioner: PjitPartitioner,
         config: DatasetConfig,
         evaluator_cls: Callable[..., Any] | None,
@@ -138,6 +139,11 @@ class InferenceEvaluator:
                 f"none of {', '.join(self.tasks)} has both a split {config.split!r} and metric_fns: nothing to "
                 "evaluate."
             )
+        for task in self._evaluator.eval_tasks:
+            if task.score_metric_fns:
+                protocol.require(model, protocol.Scores, f"a metric of task {task.name!r}")
+            if task.predict_metric_fns or task.predict_with_aux_metric_fns:
+                protocol.require(model, protocol.Predicts, f"a metric of task {task.name!r}")
 
         def predict(params: Any, batch: Any, keys_B: Any) -> Any:
             tokens, aux = model.predict_batch_with_aux(params, batch)

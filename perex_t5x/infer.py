@@ -2,7 +2,7 @@
 
     python -m perex_t5x.infer --gin_file=models/tiny.gin --gin_file=runs/infer.gin ...
 
-Writes `<task>-<mode>.jsonl` to the output folder: one JSON object an example, with its text and what the model says.
+Writes `<task>-<mode>.jsonl` to the output folder: one JSON object per example, with its text and the model's output.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODES = ("predict", "score", "predict_with_aux")
 def infer(
     *,
     mode: str = "predict",
-    model: Any,
+    model: protocol.Model,
     dataset_cfg: DatasetConfig,
     partitioner: PjitPartitioner,
     restore_checkpoint_cfg: RestoreCheckpointConfig,
@@ -61,7 +61,7 @@ def infer(
       partitioner: the mesh.
       restore_checkpoint_cfg: which checkpoint.
       output_dir: results go here.
-      num_examples: only the first so many; None: all.
+      num_examples: only the first this many; None: all.
       decode_method: 'greedy', 'temperature' (samples) or 'beam'.
       num_decodes: beams of 'beam', or samples of which 'temperature' keeps the most likely.
       temperature: divides the logits before sampling.
@@ -73,6 +73,7 @@ def infer(
 
     if mode not in MODES:
         raise ConfigError(f"infer.mode = {mode!r}: must be one of {', '.join(MODES)}.{did_you_mean(str(mode), MODES)}")
+    protocol.require(model, protocol.Scores if mode == "score" else protocol.Predicts, f"infer.mode = {mode!r}")
     keys = jax.random.key(random_seed)
     decoding.check_arguments(decode_method, keys, num_decodes, temperature, top_k, 0.6, None)
     path = distributed.from_process_0("checkpoint", lambda: paths_to_restore(restore_checkpoint_cfg)[-1])
@@ -86,7 +87,7 @@ def infer(
         return []
     if is_writer:
         gin_utils.summarize_gin_config(output_dir)
-    params = restore_params(model, partitioner, path, restore_checkpoint_cfg)
+    params = restore_params(model, partitioner, path, restore_checkpoint_cfg, dataset_cfg)
 
     def predict(params: Any, batch: Any, keys_B: Any) -> Any:
         tokens, aux = model.predict_batch_with_aux(
@@ -111,7 +112,7 @@ def infer(
         with partial.open("w") if is_writer else contextlib.nullcontext() as f:
             for index, result in runner(params, examples):
                 if f is not None:
-                    row = {"index": index, **next(texts), **_result(mode, result, model.output_vocabulary)}
+                    row = {"index": index, **next(texts), **_result(mode, result, model)}
                     f.write(json.dumps(row, ensure_ascii=False) + "\n")
         if is_writer:
             partial.replace(target)
@@ -123,7 +124,7 @@ def infer(
 def _examples(
     task: Any, config: DatasetConfig, converter: Any, count: int | None
 ) -> tuple[Iterator[Any], Iterator[Any]]:
-    """Returns two iterators in step: each example's text, and its enumerated model features."""
+    """Returns two parallel iterators: each example's text, and its enumerated model features."""
 
     def dataset() -> Any:
         raw = task.get_dataset(
@@ -142,7 +143,9 @@ def _examples(
             row = {}
             for name, feature in task.output_features.items():
                 if name in example:
-                    row[name] = feature.vocabulary.decode([int(t) for t in np.ravel(example[name])])
+                    values = np.ravel(example[name])
+                    is_text = np.issubdtype(values.dtype, np.integer)
+                    row[name] = feature.vocabulary.decode([int(t) for t in values]) if is_text else values.tolist()
             yield row
 
     def features() -> Iterator[tuple[int, dict[str, np.ndarray]]]:
@@ -152,11 +155,11 @@ def _examples(
     return texts(), features()
 
 
-def _result(mode: str, result: Any, vocabulary: Any) -> dict[str, Any]:
+def _result(mode: str, result: Any, model: Any) -> dict[str, Any]:
     if mode == "score":
         return {"score": float(result)}
     tokens, score = result
-    row: dict[str, Any] = {"prediction": vocabulary.decode([int(t) for t in tokens])}
+    row: dict[str, Any] = {"prediction": model.output_vocabulary.decode([int(t) for t in tokens])}
     if mode == "predict_with_aux":
         row["score"] = float(score)
     return row

@@ -1,4 +1,4 @@
-"""A checkpoint's parameters, and a model function run over examples in batches on a mesh."""
+"""Restores a checkpoint's parameters, and runs a model function over examples in batches on a mesh."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import numpy as np
 from flax import linen as nn
 
 from perex_t5x import checkpoints
+from perex_t5x.data.feed import batch_spec
 from perex_t5x.errors import ConfigError
-from perex_t5x.models.protocol import sharded_dimensions
+from perex_t5x.models.protocol import Model, feature_converter_cls, sharded_dimensions
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.train_state import TrainState
-from perex_t5x.utils import RestoreCheckpointConfig
+from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig
 
 Example = dict[str, np.ndarray]
 
@@ -30,11 +31,15 @@ def paths_to_restore(config: RestoreCheckpointConfig) -> list[str]:
     return checkpoints.checkpoint_paths(config.path, config.mode)
 
 
-def restore_params(model: Any, partitioner: PjitPartitioner, path: str, config: RestoreCheckpointConfig) -> Any:
+def restore_params(
+    model: Model, partitioner: PjitPartitioner, path: str, config: RestoreCheckpointConfig, dataset_cfg: DatasetConfig
+) -> Any:
     """Reads the parameters alone, sharded as the partitioner says."""
     partitioner.check_model(sharded_dimensions(model))
-    # Parameters do not depend on lengths: any small batch will do.
-    inputs = {name: (1, 8) for name in model.REQUIRED_FEATURES}
+    if hasattr(model, "REQUIRED_FEATURES"):  # parameters do not depend on lengths, which may be left open
+        inputs = {name: (1, 8) for name in model.REQUIRED_FEATURES}
+    else:
+        inputs = {name: spec.shape for name, spec in batch_spec(dataset_cfg, feature_converter_cls(model)).items()}
     key = jax.eval_shape(lambda: jax.random.key(0))
     boxed = jax.eval_shape(lambda k: model.get_initial_variables(k, inputs)["params"], key)
     scalar = jax.ShapeDtypeStruct((), jnp.int32)

@@ -1,4 +1,4 @@
-"""What the examples' gradients say about a run: signal, noise and their ratios, every so many steps.
+"""Signal and noise of the examples' gradients and their ratios, measured every `Monitor.period` steps.
 
 With μ the expected gradient and Σ the covariance of one example's, both estimated without bias from the batch (B examples),
 and sums over the coordinates of a group of parameters, S = Σ μ̂² and T = Σ σ̂² = tr Σ̂:
@@ -55,17 +55,17 @@ def parameter_kind(name: str) -> str:
 
 
 class Monitor:
-    """Measures the examples' gradients every `period` steps; between, it costs nothing.
+    """Measures the examples' gradients every `period` steps; between them it costs nothing.
 
-    It is a program of its own beside the step's, and measures the step's batch before the update, and before any clipping.
-    So no number of the training depends on it.
+    It is a separate program, and measures the step's batch before the update and before any clipping, so training does not
+    depend on it.
 
     Args:
       period: steps between measurements, each of which takes about as long as a step.
       groups: a function from a parameter's name ('decoder/layers_0/mlp/wo/kernel') to the name of its group; None: all
         parameters together, only.
       ema: decay of the moving averages, per measurement.
-      norm_layers: regular expression found in the names of normalisation layers' parameters.
+      norm_layers: regular expression that matches part of the names of normalisation layers' parameters.
       only_norm_layers: measures these alone, which is cheaper: no other parameter's gradient is computed.
 
     >>> Monitor(period=20).is_due(40), Monitor(period=20).is_due(41)
@@ -104,12 +104,12 @@ class Monitor:
 
     @property
     def parameters(self) -> str | None:
-        """Which parameters' statistics are wanted: `parameters` of `per_example.grad_statistics`."""
+        """Which parameters' statistics are needed: `parameters` of `per_example.grad_statistics`."""
         return self._norm_layers if self.only_norm_layers else None
 
     @property
     def norms(self) -> bool:
-        """Whether the norms of the examples' gradients are wanted."""
+        """Whether the norms of the examples' gradients are needed."""
         return not self.only_norm_layers
 
     def groups_of(self, params: Any) -> dict[str, list[str]]:
@@ -119,7 +119,7 @@ class Monitor:
         if self.only_norm_layers:
             if not norm_layers:
                 raise ConfigError(
-                    f"Monitor.only_norm_layers = True, but Monitor.norm_layers = {self._norm_layers!r} is found in none of "
+                    f"Monitor.only_norm_layers = True, but Monitor.norm_layers = {self._norm_layers!r} matches none of "
                     f"the parameters' names: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
                 )
             return {NORM_LAYERS: norm_layers}
@@ -134,17 +134,17 @@ class Monitor:
         return {**groups, NORM_LAYERS: norm_layers} if norm_layers else groups
 
     def init(self, params: Any) -> State:
-        """Moving averages that have seen nothing."""
+        """Moving averages before the first measurement."""
         return {part: {group: jnp.zeros(()) for group in self.groups_of(params)} for part in ("trace", "square")}
 
-    def measured(self, state: State, found: Gradient) -> tuple[State, dict[str, jax.Array]]:
+    def measured(self, state: State, gradient: Gradient) -> tuple[State, dict[str, jax.Array]]:
         """The averages that follow `state`, and the values to log by name.
 
         Args:
           state: of `init`, or of the last measurement.
-          found: has statistics of the parameters that `parameters` selects, and where `norms` asks for them the norms.
+          gradient: has statistics of the parameters that `parameters` selects, and where `norms` asks for them the norms.
         """
-        statistics = found.statistics
+        statistics = gradient.statistics
         groups = self.groups_of(statistics.mean)
         sums = dict(zip(("trace", "square"), _parts(statistics, groups), strict=True))
         state = self._averaged(state, sums)
@@ -162,10 +162,10 @@ class Monitor:
             values[f"noise_scale_smoothed/{group}"] = smoothed
             values[f"snr_smoothed/{group}"] = jax.lax.rsqrt(smoothed)
         if self.norms:
-            finite = jnp.where(jnp.isfinite(found.norms), found.norms, jnp.nan)
+            finite = jnp.where(jnp.isfinite(gradient.norms), gradient.norms, jnp.nan)
             quantiles = jnp.nanquantile(finite, jnp.array(list(QUANTILES.values())))
             values |= {f"gradient_norm/{name}": quantiles[i] for i, name in enumerate(QUANTILES)}
-        values["non_finite_examples"] = found.sums["non_finite_examples"]
+        values["non_finite_examples"] = gradient.sums["non_finite_examples"]
         values["variance_clamps"] = jnp.asarray(statistics.variance_clamps(), jnp.float32)
         return state, {f"per_example/{name}": value.astype(jnp.float32) for name, value in values.items()}
 
@@ -185,7 +185,7 @@ class Monitor:
 
 
 def shown(values: Mapping[str, Any]) -> dict[str, float]:
-    """What of a measurement stands beside the loss while a run goes on.
+    """The part of a measurement that the progress line shows beside the loss.
 
     >>> shown({"per_example/snr_smoothed/all": 0.05, "per_example/noise_scale_smoothed/all": 400.0})
     {'snr': 0.05, 'noise scale': 400.0}

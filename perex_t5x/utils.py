@@ -1,4 +1,4 @@
-"""The configuration objects of a run, under the names that T5X gives them."""
+"""Configuration objects of a run, with T5X's names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DatasetConfig:
       feed: 'cached' (an index-addressed copy: the batch is a function of seed and step, resuming costs nothing),
         'streaming' (tf.data, resumed by the iterator's saved state), or 'auto': cached where the task fits.
       cache_dir: where the index-addressed copy is kept as ArrayRecord and reused. None: in memory.
-      memory_limit_bytes: up to which (estimated) size of the copy 'auto' makes one.
+      memory_limit_bytes: the largest (estimated) copy that 'auto' makes.
       trim_output_features: whether outputs are trimmed to their length, as in SeqIO.
     """
 
@@ -101,9 +101,9 @@ class RestoreCheckpointConfig:
       mode: 'specific' | 'latest' | 'all' (evaluation only: every checkpoint in turn).
       dtype: parameters are cast to it when read; None: the model's own.
       assignment_map: (regular expression over this run's names, replacement in the checkpoint or None) pairs, first
-        match counts; None initialises the leaf afresh. Names look like 'target/decoder/decoder_norm/scale' and
+        match counts; None initialises the leaf. Names look like 'target/decoder/decoder_norm/scale' and
         'state/param_states/0/mu/...'.
-      fallback_to_scratch: leaves the checkpoint does not have are initialised afresh instead of refused.
+      fallback_to_scratch: leaves the checkpoint does not have are initialised instead of refused.
       strict: whether leaves that only the checkpoint has are an error.
     """
 

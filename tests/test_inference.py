@@ -90,7 +90,7 @@ def test_prompts_are_continued(run, tmp_path):
     [
         (["infer_script.infer.mode = 'predcit'"], "infer.mode = 'predcit'.*Did you mean 'predict'"),
         (["DECODE_METHOD = 'gredy'"], "Did you mean 'greedy'"),
-        (["CHECKPOINT_PATH = 'nowhere'"], "nothing at this path"),
+        (["CHECKPOINT_PATH = 'nowhere'"], "this path does not exist"),
         (["BATCH_SIZE = 12"], "not divisible by the 8 data shards"),
         (["MIXTURE_OR_TASK_SPLIT = 'test'"], "test"),
         (["models.T5Config.emb_dim = 64"], r"other shapes.*checkpoint \(32"),

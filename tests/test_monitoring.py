@@ -179,7 +179,7 @@ def test_groups_of_ones_own():
         (lambda: Monitor(norm_layers="("), "Monitor.norm_layers = .* is not a regular expression"),
         (
             lambda: Monitor(only_norm_layers=True, norm_layers="nosuch").init({"w": jnp.zeros(2)}),
-            "Monitor.norm_layers = 'nosuch' is found in none of the parameters' names: w",
+            "Monitor.norm_layers = 'nosuch' matches none of the parameters' names: w",
         ),
         (lambda: Monitor(groups=lambda name: "all").init({"w": jnp.zeros(2)}), "Monitor.groups gives 'all' for 'w'"),
     ],

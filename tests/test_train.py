@@ -184,7 +184,7 @@ def test_other_shapes_are_named(whole_run, tmp_path):
 
 @pytest.mark.parametrize(
     "path,message",
-    [("nowhere", "nothing at this path"), ("", "not a checkpoint. It holds checkpoint_4, checkpoint_8")],
+    [("nowhere", "this path does not exist"), ("", "not a checkpoint. It holds checkpoint_4, checkpoint_8")],
 )
 def test_bad_initial_checkpoint(whole_run, tmp_path, path, message):
     model_dir, _ = whole_run
@@ -299,7 +299,7 @@ def test_failed_write_says_what_is_safe(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoints.ocp.CheckpointManager, "save", fail)
-    with pytest.raises(TrainingError, match="No space left on device.*Earlier checkpoints are whole"):
+    with pytest.raises(TrainingError, match="No space left on device.*Earlier checkpoints are complete"):
         tiny.train(tmp_path, "TRAIN_STEPS = 1")
 
 

@@ -7,14 +7,16 @@ import sys
 
 import gin
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from perex_t5x import gin_utils, optimizers
+from perex_t5x import gin_utils, infer, optimizers
 from perex_t5x.errors import ConfigError
 from perex_t5x.models import protocol
 from perex_t5x.partitioning import PjitPartitioner, standard_logical_axis_rules
 from perex_t5x.trainer import Trainer, example_keys
+from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "your_own_model.md"
 MODULES = ("points_task", "points_model", "points_nnx")
@@ -87,6 +89,35 @@ def test_its_statistics_are_those_of_single_examples(folder, gin_file):
         expected = jax.tree.map(lambda g, phi=phi: phi(g).mean(axis=0), rows)
         for a, b in zip(jax.tree.leaves(gradient.statistics[name]), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_scores_of_its_examples(folder, tmp_path):
+    """A further ability: the model scores, and `perex_t5x.infer` writes the scores of a checkpoint."""
+    import points_model
+
+    class ScoringModel(points_model.PointsModel):
+        def score_batch(self, params, batch):
+            logits, label = self.logits(params, batch["x"]), batch["label"][:, 0]
+            return jnp.take_along_axis(jax.nn.log_softmax(logits), label[:, None] - 1, axis=-1)[:, 0]
+
+    _, state, _ = train(folder, tmp_path / "run", "points.gin", "TRAIN_STEPS = 2")
+    lengths = {"x": 2, "label": 1}
+    (path,) = infer.infer(
+        mode="score",
+        model=ScoringModel(optimizers.micro_adam),
+        dataset_cfg=DatasetConfig(
+            "points", lengths, "validation", batch_size=8, shuffle=False, seed=0, module="points_task"
+        ),
+        partitioner=PjitPartitioner(devices=jax.devices()[:1]),
+        restore_checkpoint_cfg=RestoreCheckpointConfig(str(tmp_path / "run")),
+        output_dir=str(tmp_path / "scores"),
+        num_examples=12,
+    )
+    rows = [json.loads(line) for line in open(path, encoding="utf-8")]
+    batch = {name: np.array([row[name] for row in rows], np.asarray(rows[0][name]).dtype) for name in lengths}
+    expected = ScoringModel(None).score_batch(jax.device_get(state.params), batch)
+    np.testing.assert_allclose([row["score"] for row in rows], expected, rtol=1e-4)
+    assert len(rows) == 12
 
 
 def test_what_a_model_lacks_is_named(folder, tmp_path):

@@ -28,11 +28,11 @@ class BaseTransformerModel(abc.ABC):
 
     The loss is L = (1 / W) Σ_i ℓ_i, with ℓ_i the weighted sum of row i's token losses and W the normaliser of the
     *global* batch: rows may be computed together, in microbatches or one by one, and the gradients add up to the
-    same. Whoever splits a batch computes W of the whole with `loss_normalizer` and gives it to each `loss_fn`.
+    same. Code that splits a batch computes W of the whole with `loss_normalizer` and passes it to each `loss_fn`.
 
     Args:
       module: the network.
-      optimizer_def: an optax transformation (or whatever the trainer makes one of); the model only carries it.
+      optimizer_def: an optax transformation or a function that makes one; the model only carries it.
       loss_normalizing_factor: what W is, see `perex_t5x.models.losses.normalizer`.
       z_loss: coefficient of (log Z)², which keeps the logits from drifting; T5 uses 1e-4.
       label_smoothing: probability given away from the target, uniformly.
@@ -84,7 +84,7 @@ class BaseTransformerModel(abc.ABC):
     def gathers_parameters(self) -> bool:
         """Whether the network gathers its parameters where it uses them (`perex_t5x.models.layers.parameter`).
 
-        If not, a trainer that shards parameters over data gathers all of them before the network runs.
+        If not, the trainer gathers all of them before the network runs where they are sharded over data.
         """
         return getattr(self.module, "gathers_parameters", False)
 

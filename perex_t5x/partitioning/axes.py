@@ -22,14 +22,14 @@ def names_of(axes: MeshAxes) -> tuple[str, ...]:
 
 
 def only_axes(spec: PartitionSpec, wanted: Sequence[str]) -> PartitionSpec:
-    """A sharding with those mesh axes alone.
+    """A `PartitionSpec` without mesh axes other than `wanted`.
 
     >>> tuple(only_axes(PartitionSpec(None, "data", "model"), ("replica", "data")))
     (None, 'data', None)
     """
 
     def only(axes: MeshAxes) -> MeshAxes:
-        found = tuple(a for a in names_of(axes) if a in wanted)
-        return found[0] if len(found) == 1 else found or None
+        kept = tuple(a for a in names_of(axes) if a in wanted)
+        return kept[0] if len(kept) == 1 else kept or None
 
     return PartitionSpec(*map(only, spec))

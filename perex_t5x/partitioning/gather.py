@@ -1,4 +1,4 @@
-"""Parameters of which devices have parts, made whole inside the step, each where it is used (FSDP)."""
+"""FSDP: sharded parameters gathered inside the step, each where it is used; their gradients are reduce-scattered."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def gather_by_spec(
     stages: Mapping[str, tuple[int, ...]] = _NONE,
     automatic: PartitionSpec | None = None,
 ) -> jax.Array:
-    """A parameter whole, in `dtype`, from the part of it that this device has.
+    """The whole parameter, in `dtype`, from this device's shard: an all-gather.
 
-    An all-gather. Its gradient is a reduce-scatter in the parameter's own dtype, which each device receives its part of.
+    Its gradient is a reduce-scatter in the parameter's own dtype.
 
     Args:
-      part: along the axes that are sharded over data axes.
-      spec: over manual axes alone: of what devices have parts.
+      part: this device's shard, along the axes that are sharded over data axes.
+      spec: its sharding over the manual axes.
       dtype: of the result.
       sent_as: dtype to send it in, if it is not `dtype`.
       stages: `PjitPartitioner.scatter_stages`.
@@ -59,7 +59,7 @@ def _gathered(
 def _on_parts(
     function: Callable[[jax.Array], jax.Array], spec: PartitionSpec | None
 ) -> Callable[[jax.Array], jax.Array]:
-    """The function with further axes manual: XLA would make its collectives' operands whole along automatic ones."""
+    """The function with further axes manual: along automatic axes XLA would gather its collectives' operands first."""
     names = {a for axes in spec or () for a in names_of(axes)}
     if not names:
         return function

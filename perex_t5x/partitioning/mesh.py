@@ -90,7 +90,7 @@ def _three(name: str, shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _nearest_shape(devices: int, wanted: Sequence[int]) -> tuple[int, int, int]:
-    """The mesh of so many devices whose sizes differ least from those wanted, as ratios.
+    """The mesh shape for this many devices whose sizes have the ratios nearest to 1 with those wanted.
 
     >>> _nearest_shape(8, (1, 3, 2)), _nearest_shape(8, (2, 4, 2))
     ((1, 4, 2), (1, 4, 2))
@@ -107,7 +107,7 @@ def nearest_divisor(whole: int, wanted: int) -> int:
 
 
 def torus_sizes(coordinates: Sequence[Sequence[int] | None]) -> tuple[int, ...]:
-    """How many places devices take along each dimension of a torus, slowest first; () if they do not fill it in order.
+    """Sizes of the box that devices fill in a torus, slowest dimension first; () if they do not fill one in order.
 
     >>> torus_sizes([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]), torus_sizes([(0, 1), (0, 2)])
     ((2, 3), (2,))

@@ -42,7 +42,7 @@ class PjitPartitioner:
       num_partitions: size of the `model` axis; the rest of the devices form `data`. Honoured on every
         backend, CPU included.
       model_parallel_submesh: T5X's way to say the same on a TPU torus; its product is the `model` axis, and
-        `jax.make_mesh` finds the placement.
+        `mesh_utils.create_device_mesh` finds the placement.
       ici_mesh_shape: explicit (replica, data, model) sizes within a slice, instead of `num_partitions`.
       dcn_mesh_shape: explicit (replica, data, model) sizes across slices; the mesh is their product.
       logical_axis_rules: see `standard_logical_axis_rules`, the default.
@@ -73,7 +73,7 @@ class PjitPartitioner:
 
     @property
     def data_parallel_size(self) -> int:
-        """Over how many shards the batch is split."""
+        """The number of shards that the batch is split into."""
         return self.mesh.shape["replica"] * self.mesh.shape["data"]
 
     @property
@@ -82,24 +82,24 @@ class PjitPartitioner:
         return tuple(a for a in DATA_AXES if self.mesh.shape[a] > 1)
 
     def divided(self, spec: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
-        """A parameter's sharding over the axes that divide the batch, and over the others; axes of one device left out."""
+        """A parameter's sharding over the axes that divide the batch, and over the others; axes of size 1 are left out."""
         others = [a for a in MESH_AXES if self.mesh.shape[a] > 1 and a not in self.batch_axes]
         return only_axes(spec, self.batch_axes), only_axes(spec, others)
 
     @functools.cached_property
     def scatter_stages(self) -> Mapping[str, tuple[int, ...]]:
-        """Of data axes that lie along several dimensions of a TPU torus, their sizes along each.
+        """The sizes along each torus dimension of data axes that span several dimensions of a TPU torus.
 
         Over such an axis the TPU compiler turns a reduce-scatter into an all-reduce; over one dimension after the other it
         does not.
         """
-        grid, found = self.mesh.devices, {}
+        grid, stages = self.mesh.devices, {}
         for axis in self.batch_axes:
             along = np.moveaxis(grid, MESH_AXES.index(axis), 0).reshape(grid.shape[MESH_AXES.index(axis)], -1)[:, 0]
             sizes = torus_sizes([getattr(device, "coords", None) for device in along])
             if len(sizes) > 1:
-                found[axis] = sizes
-        return found
+                stages[axis] = sizes
+        return stages
 
     @property
     def model_parallel_size(self) -> int:
@@ -116,7 +116,7 @@ class PjitPartitioner:
 
     @property
     def automatic_rules(self) -> LogicalAxisRules:
-        """The rules where the data axes are manual: without them."""
+        """The rules for where the data axes are manual: without the data axes."""
         return tuple(
             (name, tuple(a for a in names_of(axes) if a not in DATA_AXES) or None)
             for name, axes in self.logical_axis_rules
@@ -132,11 +132,11 @@ class PjitPartitioner:
         )
 
     def constraints(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the models' activation constraints hold; enter it while tracing."""
+        """Context in which the models' activation constraints apply; enter it while tracing."""
         return _entered(self, manual=False)
 
     def manual(self) -> contextlib.AbstractContextManager[None]:
-        """The same inside a `shard_map` over the data axes: each device has its own rows, and gathers parameters."""
+        """The same inside a `shard_map` over the data axes: constraints are over `model` alone, parameters are shards."""
         return _entered(self, manual=True)
 
     def params_shardings(self, boxed_params: Any) -> Any:
@@ -162,7 +162,7 @@ class PjitPartitioner:
     def parameter_spec(
         self, names: Sequence[str | None], shape: Sequence[int]
     ) -> tuple[PartitionSpec, list[tuple[int, MeshAxes, int]]]:
-        """Where a parameter lies; and the (dimension, axes, their size) that do not divide it, and are left out."""
+        """A parameter's sharding, and the (dimension, axes, their size) that were left out since they do not divide it."""
         spec = list(logical_to_mesh_axes(names, self.logical_axis_rules))
         dropped = []
         for i, axes in enumerate(spec):
@@ -217,7 +217,7 @@ class PjitPartitioner:
             raise ConfigError(f"{binding} = {batch_size} is not divisible by the {shards} data shards of the mesh.")
 
     def describe_batch(self, batch_size: int) -> str:
-        """One line that settles what BATCH_SIZE means, e.g. 'global batch 128 = 8 data shards x 16'."""
+        """One line that says what BATCH_SIZE means, e.g. 'global batch 128 = 8 data shards x 16'."""
         shards = self.data_parallel_size
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
         return (

@@ -4,7 +4,7 @@ Ten steps in double precision, where signs do not flip on rounding, of rows that
 are the losses and sums of all steps and the parameters after the last; in the table also the statistics at these parameters
 and the examples' norms, in the order of the batch.
 
-    python -m pytest tests/test_sharded_table.py -n 2 -m "slow or not slow"      # everything
+    python -m pytest tests/partitioning/test_sharded_table.py -n 2 -m "slow or not slow"      # everything
 """
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.tree_util import keystr
 
-from tests.sharding_support import (
+from tests.partitioning.sharding_support import (
     BATCH,
     MESHES,
     OPTIMIZERS,
