@@ -221,7 +221,7 @@ def test_nothing_to_train_is_an_error_for_another_runs_checkpoint(whole_run, tmp
 def test_own_checkpoint_of_another_optimizer(whole_run):
     model_dir, _ = whole_run
     skip = "utils.RestoreCheckpointConfig.assignment_map = [('.*param_states.*', None)]"
-    with pytest.raises(ConfigError, match="run's own checkpoint.*another MODEL_DIR with RestoreCheckpointConfig.path"):
+    with pytest.raises(ConfigError, match="run's own checkpoint.*a new MODEL_DIR with RestoreCheckpointConfig.path"):
         tiny.train(model_dir, "TRAIN_STEPS = 9", "OPTIMIZER = @optax.sgd", "optax.sgd.momentum = 0.9", skip)
 
 
