@@ -23,7 +23,7 @@ from absl import logging
 from etils import epath
 from flax import traverse_util
 
-from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.errors import ConfigError, writing_failed
 from perex_t5x.train_state import TrainState
 from perex_t5x.utils import RestoreCheckpointConfig, SaveCheckpointConfig
 
@@ -123,9 +123,10 @@ class _explained:  # noqa: N801 (used as a statement)
         if error is None or not isinstance(error, Exception):
             return
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TrainingError(
+        raise writing_failed(
             f"writing a checkpoint to {self._model_dir} failed: {text}. Earlier checkpoints are complete. If the disk is "
-            "full or the folder is gone, fix that and start the same command again: it resumes from the newest one."
+            "full or the folder is gone, fix that and start the same command again: it resumes from the newest one.",
+            error,
         ) from error
 
 

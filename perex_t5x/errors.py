@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import errno
 from collections.abc import Iterable
 
 
@@ -95,6 +96,19 @@ class NoSpaceError(TrainingError):
     """The disk, or the quota on it, is full."""
 
     reason = Reason.NO_SPACE
+
+
+def is_full_disk(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def writing_failed(message: str, cause: BaseException) -> TrainingError:
+    """The error for something that could not be written, with the reason that fits its cause.
+
+    >>> writing_failed("cannot write x", OSError(28, "No space left on device")).reason
+    <Reason.NO_SPACE: 'no_space'>
+    """
+    return NoSpaceError(message) if is_full_disk(cause) else TrainingError(message)
 
 
 class DivergedError(TrainingError):

@@ -10,32 +10,46 @@ from typing import IO
 
 
 @contextlib.contextmanager
-def atomic_writer(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO]:
-    """A file that replaces `path` once the block has ended without an error; until then, and after an error, `path` is as
-    it was. Its folder is made if it does not exist."""
-    path = os.path.abspath(path)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+def atomic_writer(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
+    """A text file that replaces `path` once the block has ended without an error; until then, and after an error, `path` is
+    as it was. Its folder is made if it does not exist. Remote paths (gs://...) go through `epath`."""
+    if "://" in os.fspath(path):
+        from etils import epath
+
+        make, target = epath.Path, epath.Path(path)
+    else:
+        from pathlib import Path
+
+        make, target = Path, Path(os.path.realpath(path))  # a link stays a link
+        is_stream = os.path.abspath(path).startswith(("/dev/", "/proc/"))  # such as /dev/stdout, wherever that leads
+        if is_stream or (target.exists() and not target.is_file()):
+            with open(path, "w", encoding="utf-8") as f:
+                yield f
+            return
+    target.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, since a rename cannot cross file systems; a name of its own, since others may write it at once.
-    temporary = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
+    temporary = make(f"{os.fspath(target)}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as f:
+        with temporary.open("w", encoding="utf-8") as f:
             yield f
             f.flush()
-            os.fsync(f.fileno())  # else a crash of the machine may leave the new name without its content
-        os.replace(temporary, path)
+            with contextlib.suppress(OSError, AttributeError, ValueError):  # remote files have no descriptor
+                os.fsync(f.fileno())  # else a crash of the machine may leave the new name without its content
+        temporary.replace(target)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            temporary.unlink()
         raise
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text file; on object stores (gs://...) through `epath`, since a write there is whole in any case."""
-    if "://" in os.fspath(path):
-        from etils import epath
+    """Writes a whole text file; a reader sees the former one or the new one.
 
-        epath.Path(path).parent.mkdir(parents=True, exist_ok=True)
-        epath.Path(path).write_text(text)
-        return
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_atomically(f"{folder}/a/b.json", "{}")
+    ...     os.listdir(f"{folder}/a")
+    ['b.json']
+    """
     with atomic_writer(path) as f:
         f.write(text)

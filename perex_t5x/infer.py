@@ -25,7 +25,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from perex_t5x import distributed, gin_utils, run_dir
+from perex_t5x import distributed, files, gin_utils, run_dir
 from perex_t5x.data import lookup
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.inference import BatchRunner, paths_to_restore, restore_params
@@ -61,7 +61,7 @@ def infer(
       partitioner: the mesh.
       restore_checkpoint_cfg: which checkpoint.
       output_dir: results go here.
-      num_examples: only the first this many; None: all.
+      num_examples: only this many, the first ones; None: all.
       decode_method: 'greedy', 'temperature' (samples) or 'beam'.
       num_decodes: beams of 'beam', or samples of which 'temperature' keeps the most likely.
       temperature: divides the logits before sampling.
@@ -107,15 +107,13 @@ def infer(
     for task in seqio.get_subtasks(provider):
         texts, examples = _examples(task, dataset_cfg, converter_cls(pack=False), num_examples)
         target = epath.Path(output_dir) / f"{task.name}-{mode}.jsonl"
-        partial = target.parent / f"{target.name}.partial"
         # All processes compute, one writes.
-        with partial.open("w") if is_writer else contextlib.nullcontext() as f:
+        with files.atomic_writer(target) if is_writer else contextlib.nullcontext() as f:
             for index, result in runner(params, examples):
                 if f is not None:
                     row = {"index": index, **next(texts), **_result(mode, result, model)}
                     f.write(json.dumps(row, ensure_ascii=False) + "\n")
         if is_writer:
-            partial.replace(target)
             logging.info("wrote %s", target)
         written.append(os.fspath(target))
     return written

@@ -16,7 +16,7 @@ import numpy as np
 from etils import epath
 
 from perex_t5x import files
-from perex_t5x.errors import TrainingError
+from perex_t5x.errors import writing_failed
 from perex_t5x.hardware.chips import peak_flops
 from perex_t5x.models import protocol
 
@@ -138,9 +138,10 @@ class MetricsWriter:
             line = json.dumps({"step": step, "name": name, **{k: _json_number(v) for k, v in scalars.items()}})
             self._append(line + "\n")
         except OSError as e:
-            raise TrainingError(
+            raise writing_failed(
                 f"cannot write metrics to {self._path}: {e.strerror or e}. Free some space or choose another "
-                "MODEL_DIR; the run continues from its last checkpoint when started again."
+                "MODEL_DIR; the run resumes from its last checkpoint when started again.",
+                e,
             ) from e
 
     def _append(self, text: str) -> None:

@@ -11,7 +11,6 @@ are read.
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib
 import os
 import re
@@ -25,7 +24,7 @@ from typing import Any, NoReturn
 from perex_t5x import extras
 from perex_t5x.cli import flags as flags_lib
 from perex_t5x.cli import status
-from perex_t5x.errors import ConfigError, Reason
+from perex_t5x.errors import ConfigError, Reason, is_full_disk
 
 
 def run(
@@ -112,7 +111,7 @@ def guarded(function: Callable[[], int | None], messages: tuple[type[Exception],
             _stop_together()
             return _failed(e, Reason.INTERRUPTED)
         except Exception as e:
-            if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
+            if is_full_disk(e):
                 return _failed(e, Reason.NO_SPACE)
             reason = getattr(e, "reason", None)
             if isinstance(reason, Reason) or isinstance(e, messages):

@@ -161,7 +161,7 @@ def lines(pipe: IO[bytes]) -> Iterator[bytes]:
 
 
 def read_tail(path: str, most: int, start: int = 0) -> str:
-    """The last bytes of a file, at most so many, from byte `start` on, as text; "" if there is no file."""
+    """The last `most` bytes of a file, from byte `start` on, as text; "" if there is no file."""
     try:
         with open(path, "rb") as f:
             end = f.seek(0, os.SEEK_END)
@@ -203,7 +203,7 @@ def signal_all(children: Iterable[Any], number: int) -> None:
             child.send_signal(number)
 
 
-class Stopping:
+class StagedStop:
     """Ends processes in stages: SIGTERM after a delay, SIGKILL after the grace period for those that have not ended."""
 
     def __init__(self, children: Sequence[Any], grace: float, clock: Callable[[], float] = time.monotonic):

@@ -22,12 +22,12 @@ _LINGER_SECONDS = 5.0  # that process 0, which holds the store, waits for the ot
 
 
 class Stopping:
-    """Counts the places that the main thread passes, and holds it back at the one that all processes agree on.
+    """Counts the points that the main thread passes, and holds it back at the one that all processes agree on.
 
-    The main thread calls `passes` at places that all processes reach in the same order. When a stop is asked for, every
+    The main thread calls `passes` at points that all processes reach in the same order. When a stop is asked for, every
     process's watchdog freezes its count and tells the others; the largest of the counts is where all stop, since those that
     are behind can still get there. The answer comes from the watchdog, so a main thread that waits in a collective does not
-    hold up the agreement; a main thread that reaches its frozen count first waits for it. Costs one lock a place.
+    hold up the agreement; a main thread that reaches its frozen count first waits for it. Costs one lock per point.
 
     >>> stopping = Stopping()
     >>> stopping.passes(), stopping.passes()
@@ -48,7 +48,7 @@ class Stopping:
         self._changed = threading.Condition()
 
     def passes(self) -> bool:
-        """Passes one more place; False where all processes stop instead."""
+        """Passes one more point; False where all processes stop instead."""
         with self._changed:
             while self._limit is not None and self.mark >= self._limit:
                 if self._agreed:
@@ -66,7 +66,7 @@ class Stopping:
             return self._limit
 
     def agree(self, limit: int) -> None:
-        """Lets the main thread go on up to `limit`, and no further."""
+        """Lets the main thread continue up to `limit`, and no further."""
         with self._changed:
             self._limit, self._agreed = limit, True
             self._changed.notify_all()

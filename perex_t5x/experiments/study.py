@@ -4,7 +4,7 @@
     python -m perex_t5x.experiments.study preconditioner --quick
 
 A study is a sweep (sweeps/NAME.gin) and an analysis. --gin_file, --gin.X and --sweep.X change the runs and the sweep, as for
-`perex_t5x.experiments.sweep`. Started again, it goes on where it stopped. docs/studies.md says what each asks.
+`perex_t5x.experiments.sweep`. Started again, it resumes where it stopped. docs/studies.md says what each asks.
 """
 
 from __future__ import annotations

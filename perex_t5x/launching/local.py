@@ -159,7 +159,7 @@ def wait(
 ) -> int:
     """Waits for all; stops the others once one has failed, or the time is over. Returns the exit code."""
     deadline = time.monotonic() + timeout
-    stopping, code = subprocesses.Stopping(children, grace), 0
+    stopping, code = subprocesses.StagedStop(children, grace), 0
     while any(child.poll() is None for child in children):
         failed = next(((i, child.returncode) for i, child in enumerate(children) if child.poll()), None)
         if failed is not None and not code:

@@ -13,18 +13,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import json
 import os
+import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from perex_t5x.cli import subprocesses
 from perex_t5x.cli.status import Status
 from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.experiments.sweep import processes
-from perex_t5x.launching import host, marks
+from perex_t5x.launching import names
 from perex_t5x.launching.spec import Job, Work
+
+MARK = "finished.json"
+HOST_INDEX = "PEREX_T5X_HOST"  # says it outright
+_METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with open(options.jobs, encoding="utf-8") as f:
             work = Work.from_json(f.read())
-        writer = host.index() == 0
+        writer = host_index() == 0
     except (OSError, ConfigError) as e:
         print(f"\nERROR: {e}", file=sys.stderr, flush=True)
         return Reason.CONFIGURATION.exit_code
@@ -82,7 +91,7 @@ class _Worker:
 
     def _run_jobs(self) -> Reason:
         # Once, before the first job: all hosts skip the same ones.
-        finished = marks.read(self._work.jobs)
+        finished = read_marks(self._work.jobs)
         failed = sum(mark["status"] != "done" for mark in finished.values())
         jobs = [job for job in self._work.jobs if job.name not in finished]
         if finished:
@@ -92,7 +101,7 @@ class _Worker:
             begun = time.monotonic()
             status = self._run(job)
             if self._writer:
-                marks.keep_log(job, self._log(job))
+                keep_log(job, self._log(job))
             if status.reason is Reason.INTERRUPTED or (self._asked is not None and status.reason is not Reason.DONE):
                 _say(f"{job.name}: stopped")
                 return Reason.INTERRUPTED
@@ -103,7 +112,7 @@ class _Worker:
             _say(f"{job.name}: {mark['status']}{': ' if mark['error'] else ''}{mark['error']}")
             failed += mark["status"] != "done"
             if self._writer:
-                marks.write(job, {**mark, "seconds": round(time.monotonic() - begun, 1)})
+                write_mark(job, {**mark, "seconds": round(time.monotonic() - begun, 1)})
         return Reason.SOME_FAILED if failed else Reason.DONE
 
     def _log(self, job: Job) -> str:
@@ -161,6 +170,101 @@ def _environment(root: str) -> Mapping[str, str]:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         print(f"{time.strftime('%H:%M:%S')} worker: {text}", flush=True)
+
+
+# --- finished.json in a job's folder, in a bucket or on a disk: what became of it -------------------------------------
+
+
+def fingerprint(job: Job) -> str:
+    """Changes with the job's command: a run with other bindings is not finished."""
+    return names.fingerprint("\0".join(job.arguments))
+
+
+def read_marks(jobs: Iterable[Job]) -> dict[str, dict[str, Any]]:
+    """Name -> mark, of the jobs that need not run again: done, or failed in a way that would repeat itself after hours."""
+    jobs = list(jobs)
+    with ThreadPoolExecutor(16) as pool:
+        found = dict(zip([job.name for job in jobs], pool.map(lambda job: read_mark(job.model_dir), jobs), strict=True))
+    return {
+        job.name: mark
+        for job in jobs
+        if (mark := found[job.name]) and mark.get("arguments") == fingerprint(job) and mark.get("exit") != 2
+    }
+
+
+def read_mark(model_dir: str) -> dict[str, Any] | None:
+    """The mark in a folder; None where there is none."""
+    from etils import epath
+
+    try:
+        return json.loads((epath.Path(model_dir) / MARK).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def keep_log(job: Job, path: str, most: int = 10_000_000) -> None:
+    """Copies the end of a job's log into its folder: the host may be gone soon. A log is not worth a run."""
+    from etils import epath
+
+    try:
+        with open(path, "rb") as f:
+            f.seek(max(0, os.path.getsize(path) - most))
+            said = f.read()
+        folder = epath.Path(job.model_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "log.txt").write_bytes(said)
+    except Exception as e:
+        print(f"the log was not copied: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
+
+
+def write_mark(job: Job, mark: Mapping[str, Any]) -> None:
+    from etils import epath
+
+    folder = epath.Path(job.model_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"name": job.name, "arguments": fingerprint(job), **mark}, indent=1, ensure_ascii=False)
+    (folder / MARK).write_text(text + "\n")
+
+
+# --- which host of a launch this is: the first one writes what all would write alike ----------------------------------
+
+
+def host_index(environ: Mapping[str, str] = os.environ) -> int:
+    """0 for the first host of the first slice, and where there is one host; else larger.
+
+    From the environment (`PEREX_T5X_HOST`, or what GKE sets), then from a TPU VM's metadata.
+
+    >>> host_index({"TPU_WORKER_ID": "0", "MEGASCALE_SLICE_ID": "2"}) > 0, host_index({"PEREX_T5X_HOST": "0"})
+    (True, 0)
+    """
+    if environ.get(HOST_INDEX):
+        return _number(HOST_INDEX, environ[HOST_INDEX])
+    if environ.get("TPU_WORKER_ID"):
+        return _number("TPU_WORKER_ID", environ["TPU_WORKER_ID"]) + _slice(environ.get("MEGASCALE_SLICE_ID"))
+    if not os.path.exists("/dev/accel0") and not os.path.exists("/dev/vfio/0"):
+        return 0  # no TPU here: nobody to ask
+    worker = _metadata("agent-worker-number")
+    found = re.search(r"^MEGASCALE_SLICE_ID:\s*'?(\d+)", _metadata("tpu-env") or "", re.MULTILINE)
+    return _number("agent-worker-number", worker or "0") + _slice(found and found[1])
+
+
+def _slice(text: str | None) -> int:
+    return 1_000_000 * _number("MEGASCALE_SLICE_ID", text) if text else 0
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdigit():
+        raise ConfigError(f"{name}={text!r} is not a number.")
+    return int(text)
+
+
+def _metadata(key: str) -> str | None:
+    request = urllib.request.Request(_METADATA + key, headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.read().decode().strip()
+    except (urllib.error.URLError, OSError):
+        return None
 
 
 if __name__ == "__main__":

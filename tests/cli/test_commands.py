@@ -1,4 +1,4 @@
-"""The commands as a user types them: another directory, slips, exit codes, no TensorFlow for --help."""
+"""The commands as a user types them: another directory, configuration errors, exit codes, no TensorFlow for --help."""
 
 import os
 import subprocess
@@ -60,7 +60,7 @@ def test_dry_run_from_another_directory_with_a_ported_file(tmp_path):
         (["--gin_file=runs/quickstart.gin", "--process_count=2"], "belong together: give all three"),
     ],
 )
-def test_a_slip_is_one_message_and_status_2(arguments, message):
+def test_a_configuration_error_is_one_message_and_exit_code_2(arguments, message):
     result = run("perex_t5x.train", *arguments)
     assert result.returncode == 2
     assert message in result.stderr

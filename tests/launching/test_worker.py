@@ -10,7 +10,7 @@ import time
 import pytest
 
 from perex_t5x.errors import ConfigError, Reason
-from perex_t5x.launching import host, marks
+from perex_t5x.launching import worker
 from perex_t5x.launching.spec import Job, Work
 
 
@@ -30,7 +30,7 @@ def start(tmp_path, jobs, sweep=True, index="0", **options):
     work = Work("w", str(tmp_path / "out"), tuple(jobs), {"name": "w"} if sweep else None)
     (tmp_path / "jobs.json").write_text(work.to_json())
     command = [sys.executable, "-m", "perex_t5x.launching.worker", f"--jobs={tmp_path / 'jobs.json'}"]
-    env = {**os.environ, host.INDEX: index}
+    env = {**os.environ, worker.HOST_INDEX: index}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
 
@@ -51,7 +51,7 @@ def test_all_jobs_then_none_again(tmp_path):
     assert process.returncode == 0
     assert ran(tmp_path) == ["a", "b"]
     # Other bindings: not finished.
-    assert marks.read([Job("a", ("-c", "other"), jobs[0].model_dir)]) == {}
+    assert worker.read_marks([Job("a", ("-c", "other"), jobs[0].model_dir)]) == {}
 
 
 def test_failures_of_a_sweep_are_results_but_a_crash_is_not(tmp_path):
@@ -74,7 +74,7 @@ def test_failures_of_a_sweep_are_results_but_a_crash_is_not(tmp_path):
     assert process.returncode == 3, said
     # The slip is tried again, as its cause may be mended; what diverged would diverge again.
     assert ran(tmp_path)[3:] == ["slip", "crash", "last"]
-    assert "BATCH_SIZE = 3: no" in marks.read_one(jobs[1].model_dir)["error"]
+    assert "BATCH_SIZE = 3: no" in worker.read_mark(jobs[1].model_dir)["error"]
 
 
 def test_a_single_runs_slip_ends_with_2(tmp_path):
@@ -135,14 +135,15 @@ def test_the_job_ends_with_a_killed_worker(tmp_path):
 
 
 def test_which_host():
-    assert host.index({}) == 0
-    first = host.index({"TPU_WORKER_ID": "0", "MEGASCALE_SLICE_ID": "0"})
+    assert worker.host_index({}) == 0
+    first = worker.host_index({"TPU_WORKER_ID": "0", "MEGASCALE_SLICE_ID": "0"})
     others = [
-        host.index({"TPU_WORKER_ID": w, "MEGASCALE_SLICE_ID": s}) for w, s in (("1", "0"), ("0", "1"), ("1", "1"))
+        worker.host_index({"TPU_WORKER_ID": w, "MEGASCALE_SLICE_ID": s})
+        for w, s in (("1", "0"), ("0", "1"), ("1", "1"))
     ]
     assert first == 0 and 0 not in others and len(set(others)) == 3
     with pytest.raises(ConfigError):
-        host.index({host.INDEX: "x"})
+        worker.host_index({worker.HOST_INDEX: "x"})
 
 
 def test_jobs_json_that_cannot_be_read(tmp_path):
