@@ -10,15 +10,9 @@ import importlib.util
 from perex_t5x.errors import ConfigError
 
 _TRAIN = ("absl", "clu", "etils", "flax", "gin", "grain", "orbax", "rich", "seqio", "tensorflow", "tensorstore")
-# What a command that names the extra imports sooner or later; extras build on [train].
-_MODULES = {
-    "train": _TRAIN,
-    "tpu": ("libtpu",),
-    "reports": (*_TRAIN, "vl_convert"),
-    "launch": _TRAIN,
-    "xmanager": ("xmanager",),
-}
-_EXTRAS = {"xmanager": "launch"}
+# What every command that names the extra imports; extras build on [train]. What only some of them need (libtpu, XManager) is
+# missed where it is used.
+_MODULES = {"train": _TRAIN, "reports": (*_TRAIN, "vl_convert"), "launch": _TRAIN}
 
 
 class MissingExtraError(ConfigError):
@@ -36,9 +30,8 @@ def require(extra: str, who: str) -> None:
     >>> require("train", "perex_t5x.train")
     """
     if absent := missing(extra):
-        name = _EXTRAS.get(extra, extra)
         raise MissingExtraError(
-            f"{who} needs the extra [{name}]: pip install 'perex_t5x[{name}]' (missing: {', '.join(absent)})"
+            f"{who} needs the extra [{extra}]: pip install 'perex_t5x[{extra}]' (missing: {', '.join(absent)})"
         )
 
 
