@@ -263,7 +263,7 @@ def one_a_group(jobs: Sequence[Job]) -> list[Job]:
 def _slip(job: Job) -> str | None:
     from perex_t5x import gin_utils
     from perex_t5x import train as train_script
-    from perex_t5x.experiments.sweep import configuration
+    from perex_t5x.experiments.sweep import plan
     from perex_t5x.experiments.sweep.runs import Run
 
     _configure_data(job)
@@ -277,7 +277,7 @@ def _slip(job: Job) -> str | None:
             return cli.cleaned(str(e))
         return None
     run = Run(job.name, {}, values["gin_file"], values["gin_bindings"], (), job.batch_size, None, job.train_steps, 0, 0)
-    return configuration._dry_run(Run(**{**run.__dict__, "search_paths": paths}))
+    return plan.dry_run(Run(**{**run.__dict__, "search_paths": paths}))
 
 
 def _configure_data(job: Job) -> None:

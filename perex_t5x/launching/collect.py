@@ -6,7 +6,7 @@ import json
 import os
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.experiments.sweep import twins
+from perex_t5x.experiments.sweep import execute
 from perex_t5x.experiments.sweep.directory import Folder, result_of_metrics
 from perex_t5x.experiments.sweep.runs import DONE, FAILED, Result, Run
 from perex_t5x.files import write_atomically
@@ -58,7 +58,7 @@ def write_results(work: Work, out: str) -> dict[str, Result]:
         kept.write_result(run, results[job.name])
     for name, first in work.twins.items():
         if first in results:
-            results[name] = twins.copy(kept, runs[first], runs[name], results[first])
+            results[name] = execute.copy_twin(kept, runs[first], runs[name], results[first])
             kept.write_result(runs[name], results[name])
     kept.write_results(work.sweep["runs"], results)
     return results

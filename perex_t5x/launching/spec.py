@@ -132,7 +132,7 @@ def make(args: Any) -> Work:
 
 
 def _sweep(args: Any, flags: Sequence[str]) -> Work:
-    from perex_t5x.experiments.sweep import Sweep, execute, twins
+    from perex_t5x.experiments.sweep import Sweep, execute
     from perex_t5x.experiments.sweep.runs import absolute
 
     if args.module != "perex_t5x.train":
@@ -145,8 +145,8 @@ def _sweep(args: Any, flags: Sequence[str]) -> Work:
     root = absolute(args.dir.rstrip("/"))
     extra = ExtraGinFiles(args.gin_search_paths)
     jobs = []
-    chosen = execute._chosen(plan.runs, args.only)
-    first_of = {name: first.name for name, first in twins.firsts(chosen, {}).items()}
+    chosen = execute.chosen_runs(plan.runs, args.only)
+    first_of = {name: first.name for name, first in execute.first_of_twins(chosen, {}).items()}
     for run in chosen:
         if first_of[run.name] != run.name:
             continue
@@ -172,7 +172,7 @@ def parse(args: Any, bindings: Sequence[str]) -> Parsed:
     import gin
 
     from perex_t5x import gin_utils
-    from perex_t5x.experiments.sweep import settings
+    from perex_t5x.experiments.sweep import scaling
 
     gin.clear_config()
     gin_utils.parse_gin_flags(args.gin_search_paths, args.gin_file, bindings)
@@ -181,7 +181,7 @@ def parse(args: Any, bindings: Sequence[str]) -> Parsed:
         return Parsed(None, 0, 0)
     if args.module != "perex_t5x.train":
         return Parsed(folder, 0, 0)
-    base = settings.read()
+    base = scaling.read_settings()
     return Parsed(folder, base.batch_size.value, base.train_steps)
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from perex_t5x import utils
 from perex_t5x.errors import ConfigError
-from perex_t5x.experiments.sweep import configuration, rules
+from perex_t5x.experiments.sweep import scaling
+from perex_t5x.experiments.sweep.plan import parse_configuration
 from tests.experiments.sweep_support import plan
 
 
@@ -45,7 +46,7 @@ def test_rounding_is_stated():
 @pytest.mark.parametrize("base", [16, 64])
 def test_every_batch_size_is_evaluated_on_the_same_examples(base):
     for run in plan("BATCH_SIZE = 64", batch_sizes=[16, 64, 128], base_batch_size=base).runs:
-        configuration.parse(run.files, run.bindings, ())
+        parse_configuration(run.files, run.bindings, ())
         with gin.config_scope("train_eval"):
             assert gin.get_configurable(utils.DatasetConfig)().batch_size == base
         with gin.config_scope("train"):
@@ -77,7 +78,7 @@ def test_schedule_has_the_same_shape_in_examples_seen(factors):
     )
     rates = {}
     for run in made.runs:
-        configuration.parse(run.files, run.bindings, ())
+        parse_configuration(run.files, run.bindings, ())
         schedule = gin.get_configurable(utils.create_learning_rate_scheduler)()
         rates[run.batch_size] = np.asarray(schedule(jnp.arange(run.train_steps)))
     np.testing.assert_allclose(rates[64], rates[16][::4], rtol=1e-5)
@@ -108,7 +109,7 @@ def test_full_rule_refuses_and_names_the_largest():
     with pytest.raises(ConfigError, match=r"optax.adamw.b1 = 0.9 .*largest batch size is 159 \(κ = 9.9375\)"):
         plan(batch_sizes=[16, 160], rule="full")
     plan(batch_sizes=[16, 159], rule="full")
-    assert rules._largest_batch(0.98, 16) == 799
+    assert scaling._largest_batch(0.98, 16) == 799
 
 
 def test_weight_decay_per_example():

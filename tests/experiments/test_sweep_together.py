@@ -11,7 +11,7 @@ import time
 import pytest
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.experiments.sweep import Sweep, in_process, summary
+from perex_t5x.experiments.sweep import Sweep, in_process, overview
 from perex_t5x.experiments.sweep.directory import Folder
 from perex_t5x.experiments.sweep.overview import Overview
 from perex_t5x.train import Training
@@ -189,7 +189,7 @@ def test_killed_sweep_loses_no_finished_run_and_repeats_none(tmp_path):
     results = run(again, tmp_path)
     assert [r.status for r in results] == ["done"] * 4
     assert before == {p: p.stat().st_mtime_ns for f in finished for p in f.parent.rglob("*")}
-    words = summary.closing_words("there", again.runs, results)
+    words = overview.closing_words("there", again.runs, results)
     assert "4 runs: 4 done." in words and "perex_t5x.experiments.report there" in words
     best = min(results, key=lambda r: r.eval_loss)
     assert f"{best.values['rate_factor']!s:<24} {best.eval_loss:>15.4f}" in words

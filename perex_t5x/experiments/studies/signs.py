@@ -50,17 +50,17 @@ def measure(plan: Plan, folder: str, quick: bool) -> None:
 
 def along_training(run: Run, folder: str, sizes: Sequence[int], examples: int) -> dict[str, Any]:
     """Measurements after the warm-up and at the end of one run; its b1 says how far a moving average reaches."""
-    from perex_t5x.experiments.sweep import configuration, in_process, settings
+    from perex_t5x.experiments.sweep import in_process, plan, scaling
     from perex_t5x.train import Training
     from perex_t5x.utils import CheckpointConfig
 
     with (
-        configuration.quiet(),
+        plan.quiet_logging(),
         tempfile.TemporaryDirectory() as scratch,
         ThreadPoolExecutor(1) as compiler,
     ):
-        configuration.parse(run.files, run.bindings, run.search_paths, scratch)
-        base = settings.read()
+        plan.parse_configuration(run.files, run.bindings, run.search_paths, scratch)
+        base = scaling.read_settings()
         warmup = base.steps["warmup_steps"].value if "warmup_steps" in base.steps else max(1, base.train_steps // 10)
         warmup = min(warmup, base.train_steps)
         b1 = (base.optimizer.numbers("b1") if base.optimizer else {}).get("b1", 0.9)

@@ -51,7 +51,7 @@ def carry_out(args: Any, run_plan: Callable[[Plan, str], list[Result]]) -> int:
     Returns the status with which the command ends.
     """
     from perex_t5x.cli import gin_command
-    from perex_t5x.experiments.sweep import summary
+    from perex_t5x.experiments.sweep import overview
 
     gin_command.load_training(args)
     sweep = Sweep.load(args.sweep, args.sweep_bindings, args.gin_search_paths)
@@ -77,7 +77,7 @@ def carry_out(args: Any, run_plan: Callable[[Plan, str], list[Result]]) -> int:
     except KeyboardInterrupt as e:
         print(f"\n{e}", file=sys.stderr, flush=True)
         return Reason.INTERRUPTED.exit_code
-    print(summary.closing_words(folder, plan.runs, results))
+    print(overview.closing_words(folder, plan.runs, results))
     return Reason.ERROR.exit_code if any(r.status == "failed" and not r.final for r in results) else 0
 
 

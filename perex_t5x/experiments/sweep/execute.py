@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.experiments.sweep import twins
 from perex_t5x.experiments.sweep.directory import Folder
 from perex_t5x.experiments.sweep.overview import Overview
 from perex_t5x.experiments.sweep.runs import WAITING, Result, Run, absolute
@@ -52,7 +53,7 @@ def run(
       KeyboardInterrupt: after Ctrl-C, once the runs have stopped.
     """
     folder = absolute(folder)
-    chosen = _chosen(plan.runs, only)
+    chosen = chosen_runs(plan.runs, only)
     parallel = _checked_parallel(parallel, together)
     kept = Folder(folder)
     if slips := kept.check(plan):
@@ -61,7 +62,7 @@ def run(
         described = kept.write_description(plan)
         results = {r.name: found for r in plan.runs if (found := kept.result(r)) is not None}
         kept.write_results(described, results)
-        first_of = twins.firsts(chosen, results)
+        first_of = first_of_twins(chosen, results)
         unfinished = [r for r in chosen if r.name not in results]
         todo = [r for r in unfinished if first_of[r.name] is r]
         if len(chosen) > len(unfinished):
@@ -81,7 +82,7 @@ def run(
         def copy_twins(run: Run) -> list[Result]:
             waiting = [r for r in unfinished if first_of[r.name] is run and r is not run]
             for twin in waiting:
-                results[twin.name] = twins.copy(kept, run, twin, results[run.name])
+                results[twin.name] = copy_twin(kept, run, twin, results[run.name])
                 kept.write_result(twin, results[twin.name])
             return [results[twin.name] for twin in waiting]
 
@@ -89,7 +90,7 @@ def run(
         for ended in [r for r in chosen if r.name in results]:
             copy_twins(ended)
         kept.write_results(described, results)
-        with Overview(chosen, results, stream=overview) as show, _asking_to_stop(stop):
+        with Overview(chosen, results, stream=overview) as show, asking_to_stop(stop):
             if together:
                 _run_together(todo, folder, show, finished, parallel, stop, programs)
             else:
@@ -125,7 +126,7 @@ def _run_together(
         in_process.run_all(todo, folder, show, finished, parallel, stop, programs)
 
 
-def _chosen(runs: Sequence[Run], only: str | None) -> list[Run]:
+def chosen_runs(runs: Sequence[Run], only: str | None) -> list[Run]:
     if only is None:
         return list(runs)
     try:
@@ -147,7 +148,7 @@ def _checked_parallel(parallel: int | None, together: bool) -> int:
 
 
 @contextlib.contextmanager
-def _asking_to_stop(stop: threading.Event) -> Iterator[None]:
+def asking_to_stop(stop: threading.Event) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM asks the runs to stop, the second ends at once: what is finished is written already."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -166,3 +167,32 @@ def _asking_to_stop(stop: threading.Event) -> Iterator[None]:
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+# --- twins: runs with the same configuration --------------------------------------------------------------------------
+
+
+def first_of_twins(runs: Sequence[Run], finished: Mapping[str, Result]) -> dict[str, Run]:
+    """Name -> the run that stands for it: the first with its configuration, or one that is finished.
+
+    Twins are runs of one sweep with the same configuration, such as those at the base batch size under several rules: one of
+    them is run, the others are copies of it.
+    """
+    found: dict[tuple[tuple[str, ...], tuple[str, ...]], Run] = {}
+    for run in sorted(runs, key=lambda r: r.name not in finished):  # stable: finished ones first, else in order
+        found.setdefault((run.files, run.bindings), run)
+    return {run.name: found[run.files, run.bindings] for run in runs}
+
+
+def copy_twin(kept: Folder, first: Run, twin: Run, result: Result) -> Result:
+    """Copies what `first` has written, but for checkpoints, into the twin's folder; returns its result."""
+    source, target = kept.path("runs", first.name), kept.path("runs", twin.name)
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("checkpoint_*", "result.json*"))
+    config = os.path.join(target, "config.gin")
+    if os.path.exists(config):
+        with open(config, encoding="utf-8") as f:
+            text = f.read()
+        with open(config, "w", encoding="utf-8") as f:
+            f.write(text.replace(repr(source), repr(target)))
+    return dataclasses.replace(result, name=twin.name, values=dict(twin.values), seconds=0.0)

@@ -22,7 +22,7 @@ import numpy as np
 from perex_t5x import train as train_script
 from perex_t5x.data.feed import Feed
 from perex_t5x.errors import ConfigError, DivergedError
-from perex_t5x.experiments.sweep import configuration
+from perex_t5x.experiments.sweep import plan
 from perex_t5x.experiments.sweep.directory import result_of_metrics
 from perex_t5x.experiments.sweep.overview import Overview
 from perex_t5x.experiments.sweep.runs import FAILED, STOPPED, Result, Run
@@ -80,7 +80,7 @@ class _Group:
             self.making = not self.ready
             setup = self._shared.setup if self._shared is not None else None
             with _gin_lock:
-                configuration.parse(run.files, run.bindings, run.search_paths, run.folder(root))
+                plan.parse_configuration(run.files, run.bindings, run.search_paths, run.folder(root))
                 arguments = train_arguments()
                 _check(arguments)
                 training = train_script.Training(arguments, setup)
@@ -166,7 +166,7 @@ def run_all(
             finished(run, result)
 
     workers = [threading.Thread(target=work, daemon=True) for _ in range(min(parallel, len(runs)))]
-    with configuration.quiet():
+    with plan.quiet_logging():
         for worker in workers:
             worker.start()
         while any(worker.is_alive() for worker in workers):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import io
 import re
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perex_t5x import cli
+import gin
+from absl import logging
+
+from perex_t5x import cli, gin_utils
 from perex_t5x.errors import ConfigError
-from perex_t5x.experiments.sweep import Sweep, axes, configuration, description, rules, scaling, settings
+from perex_t5x.experiments.sweep import Sweep, axes, scaling
 from perex_t5x.experiments.sweep.runs import Result, Run
 
 _GIN = re.compile(r"[@%][\w./]+(\(\))?")
@@ -51,7 +57,7 @@ class Plan:
             "base_batch_size": sweep.base_batch_size or first.base_batch_size,
             "base_learning_rate": sweep.base_learning_rate or first.base_learning_rate,
             "axes": self.axes(),
-            "weight_decay": rules.weight_decay_words(names, sweep.weight_decay_rule),
+            "weight_decay": scaling.weight_decay_words(names, sweep.weight_decay_rule),
             "runs": [run.described() for run in self.runs],
         }
 
@@ -72,8 +78,8 @@ def make(
 ) -> Plan:
     """See `Sweep.plan`."""
     slips: list[str] = []
-    parts = description.parts(sweep, slips)
-    asked, sweep = sweep, description.usable(sweep)
+    parts = axes.parts(sweep, slips)
+    asked, sweep = sweep, axes.usable(sweep)
     files = tuple(gin_files or sweep.gin_files)
     if not files:
         raise ConfigError("no Gin files: give --gin_file=..., or sweep.Sweep.gin_files = [...].")
@@ -86,7 +92,7 @@ def make(
     parts = _known_bindings(parts, sweep, parse, slips)
     runs = _runs(sweep, axes.product(parts), parse, slips)
     if check:
-        configuration.check(runs, slips)
+        _check_configurations(runs, slips)
     if slips:
         raise ConfigError(_numbered(list(dict.fromkeys(slips))))
     runs = [dataclasses.replace(run, flags=tuple(flags)) for run in runs]
@@ -129,7 +135,7 @@ class _Parser:
     def __call__(self, values: Mapping[str, Any] | None = None) -> None:
         values = values or {}
         bindings = [*self.common, *self.bindings(values)]
-        configuration.parse(self.all_files(values), bindings, self.search_paths)
+        parse_configuration(self.all_files(values), bindings, self.search_paths)
 
 
 def _known_bindings(parts: list[Any], sweep: Sweep, parse: _Parser, slips: list[str]) -> list[Any]:
@@ -157,14 +163,14 @@ def _known_bindings(parts: list[Any], sweep: Sweep, parse: _Parser, slips: list[
 
 def _runs(sweep: Sweep, combinations: list[dict[str, Any]], parse: _Parser, slips: list[str]) -> list[Run]:
     """The runs that can be described; a rule that cannot be applied is a slip."""
-    bases: dict[tuple[Any, ...], settings.Base] = {}
+    bases: dict[tuple[Any, ...], scaling.BaseSettings] = {}
     found = []
     for name, values in zip(axes.names(combinations), combinations, strict=True):
         files, bindings = parse.all_files(values), parse.bindings(values)
         try:
             if (files, bindings) not in bases:
                 parse(values)
-                bases[files, bindings] = _checked_base(settings.read())
+                bases[files, bindings] = _checked_base(scaling.read_settings())
             run = _run(name, values, sweep, bases[files, bindings], files, bindings, parse)
         except ConfigError as e:
             slips.append(str(e))
@@ -173,7 +179,7 @@ def _runs(sweep: Sweep, combinations: list[dict[str, Any]], parse: _Parser, slip
     return found
 
 
-def _checked_base(base: settings.Base) -> settings.Base:
+def _checked_base(base: scaling.BaseSettings) -> scaling.BaseSettings:
     for setting in (base.batch_size, base.total_steps):
         if not isinstance(setting.value, int) or isinstance(setting.value, bool) or setting.value < 1:
             raise ConfigError(f"{setting.name} = {setting.value!r}: must be a positive whole number.")
@@ -184,7 +190,7 @@ def _run(
     name: str,
     values: dict[str, Any],
     sweep: Sweep,
-    base: settings.Base,
+    base: scaling.BaseSettings,
     files: tuple[str, ...],
     bindings: tuple[str, ...],
     parse: _Parser,
@@ -227,3 +233,54 @@ def _run(
         note=scaled.note,
         search_paths=parse.search_paths,
     )
+
+
+# --- a run's configuration in Gin -------------------------------------------------------------------------------------
+
+
+def parse_configuration(
+    files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str], model_dir: str = "sweep"
+) -> None:
+    """Makes a run's configuration the one that Gin holds; MODEL_DIR, which every run has for itself, is filled in."""
+    gin.clear_config()
+    gin_utils.parse_gin_flags(search_paths, files, [*bindings, f"MODEL_DIR = {model_dir!r}"])
+
+
+def _check_configurations(runs: Sequence[Run], slips: list[str]) -> None:
+    """Does what `perex_t5x.train --dry_run` does, until every value has been seen with every batch size."""
+    seen: set[Any] = set()
+    for run in runs:
+        fixed = (axes.SEED, axes.LEARNING_RATE, axes.RATE_FACTOR, axes.RULE)
+        pairs = {(run.batch_size, k, repr(v)) for k, v in run.values.items() if k not in fixed} | {run.batch_size}
+        if pairs <= seen:
+            continue
+        seen |= pairs
+        if slip := dry_run(run):
+            slips.append(slip)
+
+
+def dry_run(run: Run) -> str | None:
+    from perex_t5x import train as train_script
+
+    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()), quiet_logging():
+        try:
+            parse_configuration(run.files, run.bindings, run.search_paths, scratch)
+            gin.get_configurable(train_script.train)(dry_run=True)
+        except ConfigError as e:
+            return cli.cleaned(str(e))
+        except Exception as e:  # whatever a value of the wrong kind does inside an optimizer or a model
+            return (
+                f"{run.name} ({'; '.join(run.own_bindings)}) cannot be made: {type(e).__name__}: {cli.cleaned(str(e))}"
+            )
+    return None
+
+
+@contextlib.contextmanager
+def quiet_logging() -> Iterator[None]:
+    """Warnings and errors only: what every run would say of itself is too much for a sweep."""
+    former = logging.get_verbosity()
+    logging.set_verbosity(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(former)

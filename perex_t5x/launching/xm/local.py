@@ -101,7 +101,7 @@ def _run(args: Any, run: SingleRun) -> int:
     with Folder(run.model_dir).locked(), Experiment(args.name or run.name, record) as experiment:
         results: list[Result] = []
         stop = threading.Event()
-        with Overview([run], {}) as show, execute._asking_to_stop(stop):
+        with Overview([run], {}) as show, execute.asking_to_stop(stop):
 
             def finished(_: Run, result: Result) -> None:
                 results.append(result)
