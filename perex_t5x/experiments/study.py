@@ -66,7 +66,7 @@ def main(args: Any, names: list[str]) -> int:
 
 def _run(args: Any, study: Any, folder: str) -> int:
     from perex_t5x.cli import gin_command
-    from perex_t5x.experiments.studies import execution
+    from perex_t5x.experiments.studies import base
 
     gin_command.load_training(args)
     quick = study.quick if args.quick else ()
@@ -74,7 +74,7 @@ def _run(args: Any, study: Any, folder: str) -> int:
     default = _QUICK_EXTENSIONS if args.quick else 4
     print(f"{study.name} in {folder}: {sweep.question}", flush=True)
     try:
-        results = execution.run(
+        results = base.run_stages(
             study,
             sweep,
             folder,
@@ -95,11 +95,11 @@ def _run(args: Any, study: Any, folder: str) -> int:
 
 def conclude(study: Any, folder: str) -> list[dict[str, Any]]:
     """Analyses the folder, writes findings.json and report.html into it, and prints what was found."""
-    from perex_t5x.experiments.report import folders
+    from perex_t5x.experiments.report import load
 
     if not os.path.exists(os.path.join(folder, "sweep.json")):
         raise ConfigError(f"--dir={folder} holds no study yet: leave --analyse_only out.")
-    (loaded,) = folders.load([folder])
+    (loaded,) = load.load_folders([folder])
     if loaded.name != study.name:
         raise ConfigError(f"--dir={folder} holds the sweep {loaded.name!r}, not {study.name!r}. Choose another folder.")
     found = study.analyse(loaded, absolute(folder))

@@ -9,7 +9,7 @@ import pytest
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.experiments import report
-from perex_t5x.experiments.report import basins, collapse_plot, curves, dataset, drawing, folders, gin_text, noise
+from perex_t5x.experiments.report import basins, collapse_plot, curves, dataset, load, noise, page
 from perex_t5x.experiments.report.__main__ import main
 from perex_t5x.experiments.report.plot import LeftOut
 from tests.experiments.report_support import basin_runs, scaling_runs, write_run, write_sweep
@@ -20,11 +20,11 @@ pytest.importorskip("vl_convert", reason="vl-convert-python is not installed (ex
 @pytest.fixture(autouse=True)
 def _no_library(monkeypatch):
     """Putting the library into the page takes a second each; the tests in a browser have it."""
-    monkeypatch.setattr(drawing, "library", lambda: "")
+    monkeypatch.setattr(page, "library", lambda: "")
 
 
 def data_of(*paths):
-    return dataset.gather(folders.load([str(p) for p in paths]))
+    return dataset.gather(load.load_folders([str(p) for p in paths]))
 
 
 def content(html):
@@ -113,7 +113,7 @@ def test_a_folder_of_plain_runs_finds_its_axes(tmp_path):
     data = data_of(tmp_path)
     assert [axis.name for axis in data.axes] == ["batch size"]  # steps and warm-up follow from it
     assert [(group.label, len(group.runs)) for group in data.groups] == [("batch 8", 2), ("batch 16", 2)]
-    assert gin_text.differences([run.config for run in data.runs])[0] == [
+    assert load.differences([run.config for run in data.runs])[0] == [
         "BATCH_SIZE",
         "RANDOM_SEED",
         "TRAIN_STEPS",
@@ -189,7 +189,7 @@ def test_odd_findings_and_descriptions(tmp_path):
     for runs in ([], [1], [{"values": {}}], None):
         (tmp_path / "odd" / "sweep.json").write_text(json.dumps({"name": "odd", "runs": runs}))
         with pytest.raises(ConfigError, match="not the description of a sweep"):
-            folders.load([str(tmp_path / "odd")])
+            load.load_folders([str(tmp_path / "odd")])
 
 
 def test_many_runs_stay_small(tmp_path):
@@ -206,7 +206,7 @@ def test_slips_are_reported_at_once(tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "sweep.json").write_text('{"name": ')
     with pytest.raises(ConfigError) as e:
-        folders.load([str(tmp_path / name) for name in ("missing", "empty", "broken")])
+        load.load_folders([str(tmp_path / name) for name in ("missing", "empty", "broken")])
     assert re.search(r"1\. .*no such folder(.|\n)*2\. .*no sweep\.json(.|\n)*3\. .*cannot be read", str(e.value))
 
 

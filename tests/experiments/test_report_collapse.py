@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from perex_t5x.experiments.report.collapse import Curve, collapse
+from perex_t5x.experiments.report.load import LoadedRun
 
 X = np.linspace(0, 1000, 11)
 
@@ -63,11 +64,10 @@ def test_nothing_to_compare(given):
 def test_the_best_rate_is_chosen_on_the_seeds_that_all_rates_have():
     """A third seed at the best rate, which happens to be bad, does not make another rate the best."""
     from perex_t5x.experiments.report.basins import Basin
-    from perex_t5x.experiments.report.load import Run
 
     losses = {0.1: [2.0, 2.1], 0.2: [1.9, 2.0, 2.9], 0.4: [2.2, 2.2]}
     runs = {
-        rate: [Run("a", seed=seed, status="done", final_loss=loss) for seed, loss in enumerate(found)]
+        rate: [LoadedRun("a", seed=seed, status="done", final_loss=loss) for seed, loss in enumerate(found)]
         for rate, found in losses.items()
     }
     assert Basin("a", "s", runs).best() == 0.2 and not Basin("a", "s", runs).on_edge()

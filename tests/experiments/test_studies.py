@@ -10,8 +10,8 @@ import pytest
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.experiments import studies, study
-from perex_t5x.experiments.report import folders
-from perex_t5x.experiments.studies import execution, overhead, preconditioner, signs, tuning
+from perex_t5x.experiments.report.load import load_folders
+from perex_t5x.experiments.studies import base, overhead, preconditioner, sign_placement
 from perex_t5x.experiments.studies.base import arms
 from perex_t5x.experiments.sweep import Sweep, axes
 from perex_t5x.experiments.sweep.runs import Result, Run
@@ -22,13 +22,13 @@ FILES = {"optimizer": ["optimizers/adamw.gin", "optimizers/micro_adam.gin"]}
 
 
 def analysed(name, folder):
-    (loaded,) = folders.load([str(folder)])
+    (loaded,) = load_folders([str(folder)])
     return studies.find(name).analyse(loaded, str(folder))
 
 
 def tuned(sweep, loss, extensions=4):
     """Plays the runs: `loss(values)`, None for one that fails. Returns what was found, and every stage's new rates."""
-    stages, asked, outcomes = tuning.tune(sweep, arms(sweep), extensions), [], {}
+    stages, asked, outcomes = base.tune(sweep, arms(sweep), extensions), [], {}
     parts = next(stages)
     try:
         while True:
@@ -145,7 +145,7 @@ def test_sign_placement_orders_and_predicts(tmp_path):
     report_support.write_sweep(str(tmp_path), report_support.basin_runs(best), name="sign_placement")
     measured = {"example 16": {"k": 1, "measured": 0.1, "predicted": 0.2, "pooled": 0.1, "snr": 0.1, "wrong": 0.25}}
     entry = {"run": "a", "batch_sizes": [16], "measured": [{"step": 5, "examples": 80, "signs": measured}]}
-    (tmp_path / signs.FILE).write_text(json.dumps(entry))
+    (tmp_path / sign_placement.FILE).write_text(json.dumps(entry))
     order, snr, measured = analysed("sign_placement", tmp_path)
     assert "batch size 16: sign_ema < sign_sgd < micro_sign" in order["text"]
     entering = {row[1]: row[4] / row[2] for row in snr["table"]["rows"]}
@@ -157,14 +157,14 @@ def test_sign_placement_orders_and_predicts(tmp_path):
 def test_signs_of_heavy_tails_are_early_right():
     """The argument is about normal gradients; where tails are heavy, single examples' signs beat its prediction."""
     gradients_NxC = np.random.default_rng(0).standard_t(1.5, (4000, 40)) + 0.3
-    found = signs.agreement(gradients_NxC, {"example": 1, "batch": 64})
+    found = sign_placement.agreement(gradients_NxC, {"example": 1, "batch": 64})
     assert found["example"]["measured"] > 3 * found["example"]["predicted"]
     assert found["batch"]["k"] == 64 and "wrong" not in found["batch"]
 
 
 def test_signs_are_measured_after_the_warm_up_and_at_the_end(tmp_path):
     (run,) = plan(seeds=[0]).runs
-    measured = signs.along_training(run, str(tmp_path), [16], examples=64)
+    measured = sign_placement.along_training(run, [16], examples=64)
     assert [(m["step"], m["examples"]) for m in measured["measured"]] == [(2, 32), (8, 128)]
     assert measured["run"] == "s0" and set(measured["measured"][0]["signs"]) == {"example 16", "batch 16", "average 16"}
     assert not (tmp_path / "runs").exists(), "it trains apart from the sweep's runs"
@@ -208,7 +208,7 @@ def test_slips_are_said_at_once(tmp_path, capsys):
     found = studies.find("preconditioner")
     sweep = Sweep.load(found.file, ["rate_factors = []", "batch_sizes = [0]"])
     with pytest.raises(ConfigError, match=r"(?s)2 slips.*batch_sizes.*rate_factors is empty"):
-        execution.run(found, sweep, str(tmp_path / "a"))
+        base.run_stages(found, sweep, str(tmp_path / "a"))
     assert not (tmp_path / "a").exists()
     with pytest.raises(ConfigError, match="holds no study yet"):
         study.conclude(found, str(tmp_path))
@@ -233,11 +233,11 @@ def test_a_study_from_end_to_end(tmp_path, capsys):
         "gin_bindings": [*BINDINGS, "TRAIN_STEPS = 4"],
         "extensions": 1,
     }
-    results = execution.run(found, sweep, str(tmp_path), overview=io.StringIO(), **options)
+    results = base.run_stages(found, sweep, str(tmp_path), overview=io.StringIO(), **options)
     assert {r.status for r in results} == {"done"}
     assert len(results) == 3 * 2 + 1, "two rates and one beyond, with two seeds; the best with a third"
     before = {p: p.stat().st_mtime_ns for p in tmp_path.glob("runs/*/*")}
-    again = execution.run(found, sweep, str(tmp_path), overview=io.StringIO(), **options)
+    again = base.run_stages(found, sweep, str(tmp_path), overview=io.StringIO(), **options)
     assert [r.eval_loss for r in again] == [r.eval_loss for r in results]
     assert before == {p: p.stat().st_mtime_ns for p in tmp_path.glob("runs/*/*")}
     study.conclude(found, str(tmp_path))
@@ -245,4 +245,4 @@ def test_a_study_from_end_to_end(tmp_path, capsys):
     written = json.loads((tmp_path / "findings.json").read_text())
     assert all(f["title"] in shown for f in written) and "On the edge" in written[0]["text"]
     assert "<h1>Preconditioners</h1>" in (tmp_path / "report.html").read_text()
-    assert execution.notes(str(tmp_path))["seeds"] == [0, 1, 2]
+    assert base.notes(str(tmp_path))["seeds"] == [0, 1, 2]

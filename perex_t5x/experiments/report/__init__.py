@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from perex_t5x.experiments.report import basins, collapse_plot, curves, dataset, drawing, folders, noise
+from perex_t5x.experiments.report import basins, collapse_plot, curves, dataset, load, noise
 from perex_t5x.experiments.report import page as pages
 from perex_t5x.experiments.report import plot as plots
 
@@ -14,8 +14,8 @@ def make(paths: Sequence[str], *, title: str | None = None, figures: str | None 
 
     Raises `ConfigError` for folders that are missing or hold no runs, all at once.
     """
-    drawing.converter()  # before minutes of reading
-    studies = folders.load(paths)
+    plots.converter()  # before minutes of reading
+    studies = load.load_folders(paths)
     data = dataset.gather(studies)
     found = [
         curves.learning_curves(data),
@@ -26,11 +26,11 @@ def make(paths: Sequence[str], *, title: str | None = None, figures: str | None 
     ]
     if figures:
         drawn = [plot for plot in found if isinstance(plot, plots.Plot)]
-        drawing.write_figures(figures, drawn, plots.group_fields(data))
+        plots.write_figures(figures, drawn, plots.group_fields(data))
     return pages.page(title or _title(studies), data, found, command)
 
 
-def _title(studies: Sequence[folders.Study]) -> str:
+def _title(studies: Sequence[load.RunSet]) -> str:
     if len(studies) == 1:
         return studies[0].title
     return ", ".join(study.name for study in studies[:4]) + (", ..." if len(studies) > 4 else "")

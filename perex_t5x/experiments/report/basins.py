@@ -6,10 +6,19 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from perex_t5x.experiments.report import colours, intervals
+from perex_t5x.experiments.report import intervals
 from perex_t5x.experiments.report.dataset import RATE, STUDY, Dataset, labelled
-from perex_t5x.experiments.report.load import Run
-from perex_t5x.experiments.report.plot import HEIGHT, Json, LeftOut, Plot, coloured, in_panels, key_encoding
+from perex_t5x.experiments.report.load import LoadedRun
+from perex_t5x.experiments.report.plot import (
+    HEIGHT,
+    Json,
+    LeftOut,
+    Plot,
+    coloured,
+    distinct_colours,
+    in_panels,
+    key_encoding,
+)
 
 TITLE = "Rate-loss basins"
 
@@ -20,7 +29,7 @@ class Basin:
 
     label: str
     study: str
-    runs: dict[float, list[Run]]
+    runs: dict[float, list[LoadedRun]]
 
     def means(self) -> dict[float, intervals.Mean]:
         found = {rate: [r.final_loss for r in runs if r.finished] for rate, runs in sorted(self.runs.items())}
@@ -95,7 +104,7 @@ def rate_loss_basins(data: Dataset) -> Plot | LeftOut:
     spec = _spec(ceiling)
     if len(studies) > 1:
         spec = in_panels(spec, "panel", studies)
-    legend = {"line": ("each line", colours.distinct(labels))}
+    legend = {"line": ("each line", distinct_colours(labels))}
     return Plot("basins", TITLE, _sentence(basins), spec, columns, rows, legend, warnings=warnings)
 
 

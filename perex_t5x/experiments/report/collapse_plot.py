@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from perex_t5x.experiments.report import collapse, colours, intervals
+from perex_t5x.experiments.report import collapse, intervals
 from perex_t5x.experiments.report.basins import is_rate
 from perex_t5x.experiments.report.curves import curve_spec, longest_examples
 from perex_t5x.experiments.report.dataset import BATCH, RULE, Axis, Dataset, labelled, written
-from perex_t5x.experiments.report.load import Run
-from perex_t5x.experiments.report.plot import Control, Json, LeftOut, Plot, coloured, in_panels
+from perex_t5x.experiments.report.load import LoadedRun
+from perex_t5x.experiments.report.plot import Control, Json, LeftOut, Plot, coloured, in_panels, ordered_colours
 
 TITLE = "Collapse of batch sizes"
 _PANELS = 9
@@ -24,7 +24,7 @@ class Panel:
     """Runs of several batch sizes that differ in nothing else but their seeds and what the rule scales."""
 
     label: str
-    runs: list[Run]
+    runs: list[LoadedRun]
     found: collapse.Collapse
     warmup: float
 
@@ -36,7 +36,7 @@ class Panel:
 def panels(data: Dataset) -> list[Panel]:
     """One for each rule and combination of the other axes; of several base rates the best for each."""
     axes = [axis for axis in data.axes if axis.name != BATCH and not is_rate(axis.name)]
-    parts: dict[tuple, dict[str, list[Run]]] = {}
+    parts: dict[tuple, dict[str, list[LoadedRun]]] = {}
     for run in data.runs:
         if run.batch_size and len(run.evaluation[0]):
             same = parts.setdefault((run.rule, *(str(axis.of(run)) for axis in axes)), {})
@@ -54,18 +54,18 @@ def panels(data: Dataset) -> list[Panel]:
     return chosen
 
 
-def _base_rate(run: Run) -> str:
+def _base_rate(run: LoadedRun) -> str:
     """The rate from which a rule scales, in words; without a rule there is none, and each batch size has its own."""
     if not run.rule:
         return ""
     return ", ".join(written(name, value) for name, value in run.values.items() if is_rate(name))
 
 
-def _label(run: Run, axes: Sequence[Axis]) -> str:
+def _label(run: LoadedRun, axes: Sequence[Axis]) -> str:
     return labelled([(RULE, run.rule or "no rule"), *((axis.name, axis.of(run)) for axis in axes if axis.name != RULE)])
 
 
-def _panel(label: str, runs: list[Run]) -> Panel | None:
+def _panel(label: str, runs: list[LoadedRun]) -> Panel | None:
     # A plain sweep over rates and batch sizes has no rule: each batch size then stands with its best rate.
     if not runs[0].rule:
         runs = [run for run in runs if run.learning_rate == _best_rate(runs, run.batch_size)]
@@ -78,7 +78,7 @@ def _panel(label: str, runs: list[Run]) -> Panel | None:
     return Panel(label, runs, found, warmup) if found else None
 
 
-def _best_rate(runs: list[Run], batch: int | None) -> float | None:
+def _best_rate(runs: list[LoadedRun], batch: int | None) -> float | None:
     losses: dict[float | None, list[float]] = {}
     for run in runs:
         if run.batch_size == batch and run.finished:
@@ -95,7 +95,7 @@ def collapse_plot(data: Dataset) -> Plot | LeftOut:
     longest = longest_examples([run for panel in shown for run in panel.runs])
     rows = [row for panel in shown for row in _rows(panel, longest)]
     sizes = sorted({run.batch_size for panel in shown for run in panel.runs})
-    legend = colours.ordered([f"batch {size}" for size in sizes])
+    legend = ordered_colours([f"batch {size}" for size in sizes])
     columns = ("panel", "line", "x", "mean", "low", "high", "n", "centre", "share")
     controls = [
         Control(

@@ -8,7 +8,7 @@ import numpy as np
 
 from perex_t5x.experiments.report import basins, intervals
 from perex_t5x.experiments.report.dataset import Dataset, Group
-from perex_t5x.experiments.report.load import Run
+from perex_t5x.experiments.report.load import LoadedRun
 from perex_t5x.experiments.report.plot import (
     HEIGHT,
     Control,
@@ -117,7 +117,7 @@ def _rows(g: int, group: Group, points: int, longest: float) -> list[tuple]:
     return rows
 
 
-def longest_examples(runs: Sequence[Run]) -> float:
+def longest_examples(runs: Sequence[LoadedRun]) -> float:
     """The examples seen by the run that went furthest."""
     return max(
         (float(run.examples(x)[-1]) for run in runs for x, _ in (run.evaluation, run.training) if len(x)), default=1.0

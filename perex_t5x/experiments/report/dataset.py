@@ -6,9 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from perex_t5x.experiments.report import gin_text
-from perex_t5x.experiments.report.folders import Study
-from perex_t5x.experiments.report.load import Run
+from perex_t5x.experiments.report.load import LoadedRun, RunSet, differences, literal
 
 _SEED_BINDINGS = ("RANDOM_SEED", "train.random_seed", "DatasetConfig.seed")
 STUDY, RULE, OPTIMIZER, BATCH, RATE = "folder", "rule", "optimizer", "batch size", "learning rate"
@@ -19,7 +17,7 @@ class Axis:
     """Something in which runs differ: values in order, and which of them each run has."""
 
     name: str
-    of: Callable[[Run], Any]
+    of: Callable[[LoadedRun], Any]
     values: tuple[Any, ...]
 
     @property
@@ -34,27 +32,27 @@ class Group:
 
     label: str
     key: tuple[Any, ...]
-    runs: list[Run]
+    runs: list[LoadedRun]
 
     @property
-    def finished(self) -> list[Run]:
+    def finished(self) -> list[LoadedRun]:
         return [run for run in self.runs if run.finished]
 
     @property
-    def shown(self) -> list[Run]:
+    def shown(self) -> list[LoadedRun]:
         """Of which curves are drawn: the finished ones, if there are any. A mean would end with the first that fails."""
         return self.finished or self.runs
 
 
 @dataclasses.dataclass
 class Dataset:
-    studies: list[Study]
-    runs: list[Run]
+    studies: list[RunSet]
+    runs: list[LoadedRun]
     axes: list[Axis]
     groups: list[Group]
 
 
-def gather(studies: Sequence[Study]) -> Dataset:
+def gather(studies: Sequence[RunSet]) -> Dataset:
     """Finds axes and groups. An axis that follows from those before it (steps from the batch size) is none of its own."""
     runs = [run for study in studies for run in study.runs]
     axes: list[Axis] = []
@@ -68,8 +66,8 @@ def gather(studies: Sequence[Study]) -> Dataset:
     return Dataset(list(studies), runs, axes, groups)
 
 
-def _candidates(runs: Sequence[Run]) -> list[tuple[str, Callable[[Run], Any]]]:
-    found: list[tuple[str, Callable[[Run], Any]]] = [
+def _candidates(runs: Sequence[LoadedRun]) -> list[tuple[str, Callable[[LoadedRun], Any]]]:
+    found: list[tuple[str, Callable[[LoadedRun], Any]]] = [
         (OPTIMIZER, lambda run: run.optimizer),
         (RULE, lambda run: run.rule),
         (BATCH, lambda run: run.batch_size),
@@ -79,15 +77,15 @@ def _candidates(runs: Sequence[Run]) -> list[tuple[str, Callable[[Run], Any]]]:
         found.append((name, lambda run, name=name: run.values.get(name)))
     plain = [run for run in runs if not run.values and run.config]
     if plain and len(plain) == len(runs):  # a sweep says what its axes are; of other runs the configurations do
-        differing, _ = gin_text.differences([run.config for run in runs])
+        differing, _ = differences([run.config for run in runs])
         for name in differing:
             if not name.endswith(_SEED_BINDINGS):
-                found.append((name, lambda run, name=name: gin_text.literal(run.config.get(name, "None"))))
+                found.append((name, lambda run, name=name: literal(run.config.get(name, "None"))))
     return [*found, (STUDY, lambda run: run.study)]
 
 
-def _partition(runs: Sequence[Run], axes: Sequence[Axis]) -> dict[tuple[Any, ...], list[Run]]:
-    parts: dict[tuple[Any, ...], list[Run]] = {}
+def _partition(runs: Sequence[LoadedRun], axes: Sequence[Axis]) -> dict[tuple[Any, ...], list[LoadedRun]]:
+    parts: dict[tuple[Any, ...], list[LoadedRun]] = {}
     for run in runs:
         parts.setdefault(tuple(_hashable(axis.of(run)) for axis in axes), []).append(run)
     return parts
@@ -102,7 +100,7 @@ def _ordered(values: set[Any]) -> tuple[Any, ...]:
     return (*numbers, *sorted(v for v in values if isinstance(v, str)), *(v for v in values if v is None))
 
 
-def _label(axes: Sequence[Axis], key: Sequence[Any], members: Sequence[Run]) -> str:
+def _label(axes: Sequence[Axis], key: Sequence[Any], members: Sequence[LoadedRun]) -> str:
     if not axes:
         return members[0].name if len(members) == 1 else members[0].study
     return labelled((axis.name, value) for axis, value in zip(axes, key, strict=True)) or members[0].study

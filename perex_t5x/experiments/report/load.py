@@ -1,27 +1,38 @@
-"""One run's folder, read: its losses, what was monitored, its configuration."""
+"""From the folders on the command line to runs: a sweep, a run, or a folder of either.
+
+The text of config.gin and metrics.jsonl is enough: the modules that a configuration imports need not be installed, and
+nothing is executed.
+"""
 
 from __future__ import annotations
 
+import ast
+import csv
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from perex_t5x.experiments.report import gin_text
+from perex_t5x.errors import ConfigError
+
+# --- one run's folder -------------------------------------------------------------------------------------------------
+
 
 LOSS = "loss_per_nonpadding_target_token"
 _EVAL = "training_eval/"
 _MONITORED = ("per_example/snr/", "per_example/noise_scale_smoothed/")
+Config = dict[str, str]  # binding -> value, both as written
 Curve = tuple[np.ndarray, np.ndarray]  # steps, values
 _EMPTY: Curve = (np.empty(0), np.empty(0))
 
 
 @dataclasses.dataclass
-class Run:
+class LoadedRun:
     """A run as the report sees it; what is not known is None or empty."""
 
     name: str
@@ -39,7 +50,7 @@ class Run:
     best_loss: float | None = None
     length: int | None = None  # target tokens of an example, padding included
     warmup_steps: int | None = None
-    config: gin_text.Config = dataclasses.field(default_factory=dict)
+    config: Config = dataclasses.field(default_factory=dict)
     evaluation: Curve = _EMPTY
     training: Curve = _EMPTY
     monitored: dict[str, Curve] = dataclasses.field(default_factory=dict)
@@ -54,20 +65,20 @@ class Run:
         return steps * float(self.batch_size or 1)
 
 
-def read(folder: str, name: str, bindings: Mapping[str, str] | None = None) -> Run:
+def read_run(folder: str, name: str, bindings: Mapping[str, str] | None = None) -> LoadedRun:
     """Reads a run's folder; one that is not there yet is a run that waits.
 
     `bindings` stand for the configuration as long as the run has written none.
     """
-    run = Run(name)
-    run.config = gin_text.parse(_text(os.path.join(folder, "config.gin"))) or dict(bindings or {})
+    run = LoadedRun(name)
+    run.config = parse_gin(_text(os.path.join(folder, "config.gin"))) or dict(bindings or {})
     _from_config(run)
     path = os.path.join(folder, "metrics.jsonl")
     if os.path.exists(path):
         _from_metrics(run, _text(path))
     steps = max((int(x[-1]) for x, _ in (run.training, run.evaluation) if len(x)), default=0)
     if steps:
-        total = gin_text.lookup(run.config, "TRAIN_STEPS", "train.total_steps")
+        total = lookup(run.config, "TRAIN_STEPS", "train.total_steps")
         run.status = "done" if isinstance(total, int) and steps >= total else "stopped"
     finite = run.evaluation[1][np.isfinite(run.evaluation[1])]
     if len(finite):
@@ -87,23 +98,23 @@ def _text(path: str) -> str:
         return ""
 
 
-def _from_config(run: Run) -> None:
+def _from_config(run: LoadedRun) -> None:
     def integer(*names: str) -> int | None:
-        value = gin_text.lookup(run.config, *names)
+        value = lookup(run.config, *names)
         return int(value) if isinstance(value, int | float) else None
 
     run.batch_size = integer("train/utils.DatasetConfig.batch_size", "BATCH_SIZE")
-    rate = gin_text.lookup(run.config, "create_learning_rate_scheduler.base_learning_rate", "BASE_LEARNING_RATE")
+    rate = lookup(run.config, "create_learning_rate_scheduler.base_learning_rate", "BASE_LEARNING_RATE")
     run.learning_rate = float(rate) if isinstance(rate, int | float) else None
     run.seed = integer("RANDOM_SEED", "train.random_seed")
     run.warmup_steps = integer("create_learning_rate_scheduler.warmup_steps", "WARMUP_STEPS")
-    lengths = gin_text.lookup(run.config, "TASK_FEATURE_LENGTHS", "DatasetConfig.task_feature_lengths")
+    lengths = lookup(run.config, "TASK_FEATURE_LENGTHS", "DatasetConfig.task_feature_lengths")
     run.length = lengths.get("targets") if isinstance(lengths, dict) else None
-    optimizer = gin_text.lookup(run.config, "OPTIMIZER")
+    optimizer = lookup(run.config, "OPTIMIZER")
     run.optimizer = optimizer.lstrip("@").removesuffix("()").rpartition(".")[2] if isinstance(optimizer, str) else None
 
 
-def _from_metrics(run: Run, text: str) -> None:
+def _from_metrics(run: LoadedRun, text: str) -> None:
     training: dict[int, float] = {}
     evaluation: dict[int, list[float]] = {}
     monitored: dict[str, dict[int, float]] = {}
@@ -149,3 +160,238 @@ def number(value: Any) -> float:
 def _curve(values: Mapping[int, float]) -> Curve:
     steps = sorted(values)
     return np.asarray(steps, float), np.asarray([values[s] for s in steps], float)
+
+
+# --- sweeps, and folders of runs --------------------------------------------------------------------------------------
+
+
+_SEEDS = {"seed", "seeds", "random_seed"}
+
+
+@dataclasses.dataclass
+class RunSet:
+    """Runs that belong together, with what their sweep says of itself."""
+
+    name: str
+    title: str
+    question: str = ""
+    facts: list[str] = dataclasses.field(default_factory=list)
+    runs: list[LoadedRun] = dataclasses.field(default_factory=list)
+    findings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+def load_folders(paths: Sequence[str]) -> list[RunSet]:
+    """Reads all folders; raises one `ConfigError` for everything that is wrong with them."""
+    studies: list[RunSet] = []
+    slips = [] if paths else ["no folder given: python -m perex_t5x.experiments.report DIR..."]
+    for path in paths:
+        try:
+            studies += _load(path)
+        except ConfigError as e:
+            slips.append(str(e))
+    if slips:
+        shown = slips if len(slips) == 1 else [f"{i}. {slip}" for i, slip in enumerate(slips, 1)]
+        raise ConfigError("\n".join(shown))
+    _name_apart(studies)
+    return studies
+
+
+def _load(path: str) -> list[RunSet]:
+    if not os.path.isdir(path):
+        raise ConfigError(f"{path}: there is no such folder. Give a sweep's folder, a run's, or a folder of runs.")
+    if os.path.exists(os.path.join(path, "sweep.json")):
+        return [_sweep(path)]
+    name = os.path.basename(os.path.abspath(path))
+    if _is_run(path):
+        return [RunSet(name, name, runs=[read_run(path, name)])]
+    inside = sorted(entry.path for entry in os.scandir(path) if entry.is_dir())
+    found = [RunSet(name, name, runs=[read_run(p, os.path.basename(p)) for p in inside if _is_run(p)])]
+    found += [_sweep(p) for p in inside if os.path.exists(os.path.join(p, "sweep.json"))]
+    found = [study for study in found if study.runs]
+    if not found:
+        raise ConfigError(
+            f"{path}: no sweep.json, no metrics.jsonl and no config.gin here or one folder below. Give the folder that "
+            "a sweep (--dir) or a training (MODEL_DIR) has written."
+        )
+    return found
+
+
+def _is_run(path: str) -> bool:
+    return any(os.path.exists(os.path.join(path, name)) for name in ("metrics.jsonl", "config.gin"))
+
+
+def _sweep(path: str) -> RunSet:
+    description = _json(os.path.join(path, "sweep.json"))
+    entries = description.get("runs") if isinstance(description, dict) else None
+    if not (isinstance(entries, list) and entries and all(isinstance(e, dict) and e.get("name") for e in entries)):
+        raise ConfigError(
+            f"{os.path.join(path, 'sweep.json')}: not the description of a sweep: `runs` must be a list of runs with names."
+        )
+    name = str(description.get("name") or os.path.basename(os.path.abspath(path)))
+    study = RunSet(name, str(description.get("title") or name), str(description.get("question") or ""))
+    rule = description.get("rule")
+    if rule:
+        base = f"batch {description.get('base_batch_size')}, rate {description.get('base_learning_rate')}"
+        shown = ", ".join(map(str, rule)) if isinstance(rule, list) else rule
+        study.facts.append(f"scaling rule: {shown} (base: {base})")
+    if description.get("weight_decay"):
+        study.facts.append(f"weight decay: {description['weight_decay']}")
+    results = _results(os.path.join(path, "results.csv"))
+    for entry in entries:
+        run = _sweep_run(path, entry, rule)
+        _take_result(run, _result(os.path.join(path, "runs", run.name, "result.json")) or results.get(run.name) or {})
+        study.runs.append(run)
+    known = {run.optimizer for run in study.runs if run.optimizer}
+    if len(known) == 1:  # a run that has not begun has written no configuration, but will have the same
+        for run in study.runs:
+            run.optimizer = next(iter(known))
+    if os.path.exists(findings := os.path.join(path, "findings.json")):
+        found = _json(findings)
+        study.findings = [f for f in found if isinstance(f, dict)] if isinstance(found, list) else []
+    return study
+
+
+def _sweep_run(path: str, entry: dict[str, Any], rule: Any) -> LoadedRun:
+    name = str(entry.get("name"))
+    bindings = parse_gin("\n".join(map(str, entry.get("bindings") or ())))
+    run = read_run(os.path.join(path, "runs", name), name, bindings)
+    run.batch_size = entry.get("batch_size") or run.batch_size
+    run.learning_rate = entry.get("learning_rate") or run.learning_rate
+    run.seed = entry.get("seed") if entry.get("seed") is not None else run.seed
+    values = entry.get("values") or {}
+    run.values = {axis: _short(value) for axis, value in values.items() if axis.lower() not in _SEEDS}
+    chosen = run.values.pop("rule", rule)
+    run.rule = chosen if isinstance(chosen, str) else None
+    if "optimizer" in run.values:  # an axis of Gin files; its names tell more than the function's
+        run.optimizer = str(run.values.pop("optimizer"))
+    return run
+
+
+def _short(value: Any) -> Any:
+    """A Gin file by its bare name.
+
+    >>> _short("optimizers/adamw.gin"), _short(0.1)
+    ('adamw', 0.1)
+    """
+    is_file = isinstance(value, str) and value.endswith(".gin")
+    return os.path.basename(value).removesuffix(".gin") if is_file else value
+
+
+def _take_result(run: LoadedRun, row: dict[str, Any]) -> None:
+    """The sweep's own word on a run goes before what its metrics look like."""
+    if not row:
+        return
+    run.status = str(row.get("status") or run.status)
+    run.error = str(row.get("error") or run.error)
+
+    def finite(key: str, otherwise: float | None) -> float | None:
+        value = number(row.get(key))  # of an empty cell: nan
+        return value if math.isfinite(value) else otherwise
+
+    run.seconds = finite("seconds", run.seconds)
+    run.best_loss = finite("best_eval_loss", run.best_loss)
+    run.final_loss = None if run.status == "failed" else finite("eval_loss", run.final_loss)
+
+
+def _results(path: str) -> dict[str, dict[str, Any]]:
+    if not os.path.exists(path):
+        return {}
+    with open(path, encoding="utf-8", errors="replace", newline="") as f:
+        return {row["name"]: row for row in csv.DictReader(f) if row.get("name")}
+
+
+def _result(path: str) -> dict[str, Any]:
+    found = _json(path) if os.path.exists(path) else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _json(path: str) -> Any:
+    try:
+        with open(path, encoding="utf-8") as f:
+            return json.load(f)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path} cannot be read: {e}. Mend it, or run what wrote it again.") from e
+
+
+def _name_apart(studies: Sequence[RunSet]) -> None:
+    """Two folders of one name get numbers; runs learn whose they are."""
+    seen: dict[str, int] = {}
+    for study in studies:
+        seen[study.name] = seen.get(study.name, 0) + 1
+        if seen[study.name] > 1:
+            study.name = f"{study.name} ({seen[study.name]})"
+        for run in study.runs:
+            run.study = study.name
+
+
+# --- the text of config.gin -------------------------------------------------------------------------------------------
+
+
+_BINDING = re.compile(r"^([\w./]+)\s*=\s*(.*)$")
+_PLACES = {"MODEL_DIR"}  # differs for every run, and says nothing
+
+
+def parse_gin(text: str) -> Config:
+    r"""Binding -> value, both as written; a value over several lines becomes one.
+
+    >>> parse_gin("import optax\n# Macros:\nBATCH_SIZE = 16\noptax.adamw.b1 = \\\n    0.9\nX = [1,\n     2]\n")
+    {'BATCH_SIZE': '16', 'optax.adamw.b1': '0.9', 'X': '[1, 2]'}
+    """
+    config: Config = {}
+    name = None
+    for line in text.splitlines():
+        found = _BINDING.match(line)
+        if found:
+            name = found[1]
+            config[name] = found[2].rstrip("\\").strip()
+        elif not line.startswith((" ", "\t")) or line.lstrip().startswith("#"):
+            name = None
+        elif name:
+            config[name] = f"{config[name]} {line.strip().rstrip(chr(92))}".strip()
+    return config
+
+
+def lookup(config: Mapping[str, str], *names: str) -> Any:
+    """The value of the first of these names that is bound, macros followed; None if none is.
+
+    A name stands for every binding that ends in it: 'DatasetConfig.batch_size' for 'utils.DatasetConfig.batch_size'.
+
+    >>> lookup({"B": "16", "train/utils.DatasetConfig.batch_size": "%B"}, "train/utils.DatasetConfig.batch_size")
+    16
+    >>> lookup({"OPTIMIZER": "@optax.adamw"}, "OPTIMIZER")
+    '@optax.adamw'
+    """
+    for name in names:
+        for key, value in config.items():
+            if key == name or key.endswith((f".{name}", f"/{name}")):
+                return literal(_followed(config, value))
+    return None
+
+
+def _followed(config: Mapping[str, str], value: str) -> str:
+    for _ in range(10):  # a macro may name another; a circle ends here
+        if not (value.startswith("%") and value[1:] in config):
+            break
+        value = config[value[1:]]
+    return value
+
+
+def literal(value: str) -> Any:
+    """A Python value if the text is one, else the text."""
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value
+
+
+def differences(configs: Sequence[Mapping[str, str]]) -> tuple[list[str], list[str]]:
+    """Names of the bindings that differ: those that all configurations have, and those that only some have.
+
+    >>> differences([{"B": "8", "a.x": "1", "c": "1"}, {"B": "16", "b.y": "2", "c": "1"}])
+    (['B'], ['a.x', 'b.y'])
+    """
+    configs = [c for c in configs if c]  # a run that has not begun has none
+    names = dict.fromkeys(name for config in configs for name in config if name not in _PLACES)
+    everywhere = [n for n in names if all(n in c for c in configs)]
+    differing = [n for n in everywhere if len({c[n] for c in configs}) > 1]
+    return differing, [n for n in names if n not in set(everywhere)]

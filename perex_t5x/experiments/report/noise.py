@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from perex_t5x.experiments.report import colours, intervals
+from perex_t5x.experiments.report import intervals
 from perex_t5x.experiments.report.dataset import Dataset
 from perex_t5x.experiments.report.plot import (
     HEIGHT,
@@ -20,6 +20,7 @@ from perex_t5x.experiments.report.plot import (
     key_encoding,
     legends,
     nearest_point,
+    ordered_colours,
 )
 
 NOISE_TITLE, SNR_TITLE = "Critical batch size over training", "Signal to noise of single examples"
@@ -149,7 +150,7 @@ def snr_histograms(data: Dataset) -> Plot | LeftOut:
         (g, layer, part, 10 ** (low + b * width), 10 ** (low + (b + 1) * width), n)
         for (g, layer, part, b), n in sorted(counts.items())
     ]
-    legend = {"part": ("part of the run", colours.ordered(_PARTS)), **legends(data)}
+    legend = {"part": ("part of the run", ordered_colours(_PARTS)), **legends(data)}
     if len(data.groups) == 1:
         legend = {"part": legend["part"]}
     warnings = [f"{zeros} of {total} measurements saw no signal (SNR 0) and are not drawn."] if zeros else []

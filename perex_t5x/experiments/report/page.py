@@ -8,11 +8,10 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from perex_t5x.experiments.report import drawing, intervals
+from perex_t5x.experiments.report import intervals
 from perex_t5x.experiments.report.dataset import Dataset
-from perex_t5x.experiments.report.folders import Study
-from perex_t5x.experiments.report.plot import LeftOut, Plot, described, group_fields
-from perex_t5x.experiments.report.table import runs_table
+from perex_t5x.experiments.report.load import LoadedRun, RunSet, differences, literal
+from perex_t5x.experiments.report.plot import LeftOut, Plot, described, group_fields, library
 
 
 def page(title: str, data: Dataset, plots: Sequence[Plot | LeftOut], command: str) -> str:
@@ -41,7 +40,7 @@ def page(title: str, data: Dataset, plots: Sequence[Plot | LeftOut], command: st
     )
     scripts = [f'<script type="application/json" id="content">{_embedded(content)}</script>']
     if drawn:
-        scripts.append(f"<script>{drawing.library()}</script>")
+        scripts.append(f"<script>{library()}</script>")
     scripts.append(f"<script>{_file('page.js')}</script>")
     inside = f"<main>{''.join(body)}</main>{''.join(scripts)}"
     return f"<!doctype html><html lang='en'><head>{head}</head><body>{inside}</body></html>\n"
@@ -64,7 +63,7 @@ def _counted(data: Dataset) -> str:
     return f"{len(data.runs)} run{'s' if len(data.runs) > 1 else ''}: {parts}."
 
 
-def _study(study: Study, several: bool) -> str:
+def _study(study: RunSet, several: bool) -> str:
     lines = [f"<p><strong>{escape(study.title)}</strong> ({len(study.runs)} runs)</p>"] if several else []
     if study.question:
         lines.append(f"<p>{escape(study.question)}</p>")
@@ -119,3 +118,74 @@ def _left_out(plot: LeftOut) -> str:
 def _notes(data: Dataset) -> list[str]:
     notes = [note for run in data.runs for note in run.notes]
     return notes[:10] + ([f"... and {len(notes) - 10} more notes"] if len(notes) > 10 else [])
+
+
+# --- the table of runs ------------------------------------------------------------------------------------------------
+
+
+_COLUMNS = 8  # further differences go into the last cell
+
+
+def runs_table(data: Dataset) -> str:
+    """A table whose headers are buttons that sort it; cells carry their sort keys."""
+    differing, partly = differences([run.config for run in data.runs])
+    own, rest = differing[:_COLUMNS], [*differing[_COLUMNS:], *partly]
+    several = len(data.studies) > 1
+    heads = [*(["folder"] if several else []), "run", "status", "final loss", "best loss", "seconds", *own]
+    heads += ["other differences"] if rest else []
+    head = "".join(
+        f'<th scope="col"><button type="button">{_wrapped(name)}<span aria-hidden="true"></span></button></th>'
+        for name in heads
+    )
+    body = "".join(_row(run, own, rest, several) for run in data.runs)
+    return f'<div class="wide"><table id="runs"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _row(run: LoadedRun, own: list[str], rest: list[str], several: bool) -> str:
+    error = f'<div class="reason">{escape(run.error)}</div>' if run.error else ""
+    cells = [
+        *([_cell(escape(run.study), run.study)] if several else []),
+        _cell(f'<span class="name">{escape(run.name)}</span>', run.name),
+        _cell(f'<span class="{_status_class(run.status)}">{escape(run.status)}</span>{error}', run.status),
+        *(_number(value, "{:.4f}") for value in (run.final_loss, run.best_loss)),
+        _number(run.seconds, "{:.1f}"),
+    ]
+    for name in own:
+        value = run.config.get(name, "")
+        known = literal(value)
+        cells.append(_cell(_wrapped(_plain(value)), known if isinstance(known, int | float) else value))
+    if rest:
+        here = [f"{name} = {run.config[name]}" for name in rest if name in run.config]
+        lines = "<br>".join(f"<code>{_wrapped(line)}</code>" for line in here)
+        shown = f"<details><summary>{len(here)} binding(s)</summary>{lines}</details>" if here else ""
+        cells.append(_cell(shown, len(here)))
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _status_class(status: str) -> str:
+    return status if status in ("done", "failed", "stopped", "waiting") else "other"
+
+
+def _plain(value: str) -> str:
+    """Without quotes; a number with as many digits as one reads.
+
+    >>> _plain("'a'"), _plain("0.0028284271247461905")
+    ('a', '0.0028284')
+    """
+    known = literal(value)
+    return f"{known:.5g}" if isinstance(known, float) else known if isinstance(known, str) else value
+
+
+def _wrapped(text: str) -> str:
+    """Long dotted names may break after their dots."""
+    return escape(text).replace(".", ".<wbr>") if any(c.isalpha() for c in text) else escape(text)
+
+
+def _number(value: float | None, form: str) -> str:
+    return _cell("–" if value is None else form.format(value), "" if value is None else value)
+
+
+def _cell(html: str, key: object) -> str:
+    number = isinstance(key, int | float) and not isinstance(key, bool)
+    mark = ' class="number"' if number or html == "–" else ""
+    return f'<td{mark} data-key="{escape(str(key))}">{html}</td>'

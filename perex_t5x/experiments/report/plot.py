@@ -14,12 +14,69 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
+import os
+import re
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
-from perex_t5x.experiments.report import colours
+from perex_t5x.errors import ConfigError
 from perex_t5x.experiments.report.dataset import Axis, Dataset, written
+
+# --- colours that stay apart for colour-blind readers, on white and on black ------------------------------------------
+
+
+# Hues after Okabe and Ito, darker on white and lighter on black.
+_LIGHT = ("#0072b2", "#d55e00", "#00815f", "#b8578f", "#3795cf", "#b77b00", "#6a4ca3", "#5a5a5a")
+_DARK = ("#59aef0", "#ff8c4a", "#2fc79a", "#e69ac6", "#9bd4f7", "#f2c14e", "#b9a0ec", "#bdbdbd")
+_DASHES = ([1, 0], [6, 3], [2, 2], [9, 3, 2, 3])
+# From dark to bright with even steps, so that order is seen without hue.
+_SCALE = ((68, 1, 84), (65, 68, 135), (42, 120, 142), (34, 168, 132), (122, 209, 81), (253, 231, 37))
+
+
+@dataclasses.dataclass(frozen=True)
+class LegendEntry:
+    """One line of a legend: what it stands for, and how that is drawn."""
+
+    key: str
+    light: str
+    dark: str
+    dash: tuple[int, ...] = (1, 0)
+
+
+def distinct_colours(keys: Sequence[str]) -> list[LegendEntry]:
+    """A colour each; from the ninth on with dashes, and from the 33rd on they repeat.
+
+    >>> entries = distinct_colours([str(i) for i in range(9)])
+    >>> entries[0].light == entries[8].light, entries[0].dash == entries[8].dash
+    (True, False)
+    """
+    n = len(_LIGHT)
+    return [
+        LegendEntry(k, _LIGHT[i % n], _DARK[i % n], tuple(_DASHES[i // n % len(_DASHES)])) for i, k in enumerate(keys)
+    ]
+
+
+def ordered_colours(keys: Sequence[str]) -> list[LegendEntry]:
+    """Colours of one scale, in the keys' order; its pale end is left out on white, its dark end on black."""
+    steps = [i / max(1, len(keys) - 1) for i in range(len(keys))]
+    return [
+        LegendEntry(key, _scale_at(0.8 * step), _scale_at(0.32 + 0.68 * step))
+        for key, step in zip(keys, steps, strict=True)
+    ]
+
+
+def _scale_at(share: float) -> str:
+    place = share * (len(_SCALE) - 1)
+    i = min(int(place), len(_SCALE) - 2)
+    mixed = (a + (b - a) * (place - i) for a, b in zip(_SCALE[i], _SCALE[i + 1], strict=True))
+    return "#" + "".join(f"{round(c):02x}" for c in mixed)
+
+
+# --- descriptions -----------------------------------------------------------------------------------------------------
+
 
 LINE = "line"
 HEIGHT = 320
@@ -46,7 +103,7 @@ class Plot:
     spec: Json
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
-    legends: dict[str, tuple[str, list[colours.Entry]]]  # field -> (its name, entries)
+    legends: dict[str, tuple[str, list[LegendEntry]]]  # field -> (its name, entries)
     controls: list[Control] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
 
@@ -73,15 +130,15 @@ def group_fields(data: Dataset) -> list[dict[str, str]]:
     return found
 
 
-def legends(data: Dataset, most: int = 8) -> dict[str, tuple[str, list[colours.Entry]]]:
+def legends(data: Dataset, most: int = 8) -> dict[str, tuple[str, list[LegendEntry]]]:
     """By line and by each axis. First lines if few, else an axis of few values that differ inside a folder."""
-    entries = {LINE: ("each line", colours.distinct([g.label for g in data.groups]))}
+    entries = {LINE: ("each line", distinct_colours([g.label for g in data.groups]))}
     if len(data.axes) == 1 and data.axes[0].ordered:
-        entries[LINE] = ("each line", colours.ordered([g.label for g in data.groups]))
+        entries[LINE] = ("each line", ordered_colours([g.label for g in data.groups]))
     if len(data.axes) > 1:
         for i, axis in enumerate(data.axes):
             keys = [written(axis.name, value) for value in axis.values]
-            entries[f"a{i}"] = (axis.name, (colours.ordered if axis.ordered else colours.distinct)(keys))
+            entries[f"a{i}"] = (axis.name, (ordered_colours if axis.ordered else distinct_colours)(keys))
     first = LINE
     if len(data.groups) > most or len(data.studies) > 1:
         few = [i for i, axis in enumerate(data.axes) if len(axis.values) <= most + 4 and _differs_inside(data, axis)]
@@ -197,3 +254,52 @@ def nearest_point(y: Json, fields: Sequence[tuple[str, str, str]], x: Json | Non
             **key_encoding(False),
         },
     }
+
+
+# --- drawing: Vega-Lite, through vl-convert, which carries its scripts and draws without a browser --------------------
+
+
+_FIGURE = {
+    "background": "white",
+    "font": "sans-serif",
+    "view": {"stroke": None},
+    "axis": {"gridColor": "#e4e4e4", "domainColor": "#666666", "tickColor": "#666666"},
+}
+
+
+@functools.cache
+def converter() -> ModuleType:
+    try:
+        import vl_convert
+    except ImportError:
+        raise ConfigError(
+            "reports need the package vl-convert-python, which is not installed: pip install 'perex_t5x[reports]'"
+        ) from None
+    return vl_convert
+
+
+@functools.cache
+def library() -> str:
+    """The scripts that draw, for a <script> element."""
+    # In the scripts' strings an end tag would end the element.
+    return re.sub(r"</(?=script)", r"<\\/", converter().javascript_bundle(), flags=re.IGNORECASE)
+
+
+def write_figures(folder: str, plots: Sequence[Plot], groups: Sequence[Mapping[str, str]]) -> list[str]:
+    """Writes each plot as it stands at first, light, as SVG and PNG (at three times the size); returns the files."""
+    written = []
+    try:
+        os.makedirs(folder, exist_ok=True)
+        for plot in plots:
+            spec: dict[str, Any] = {**still(plot, groups), "config": _FIGURE}
+            svg = converter().vegalite_to_svg(spec)
+            for name, content in (
+                (f"{plot.id}.svg", svg.encode()),
+                (f"{plot.id}.png", converter().svg_to_png(svg, scale=3)),
+            ):
+                with open(os.path.join(folder, name), "wb") as f:
+                    f.write(content)
+                written.append(os.path.join(folder, name))
+    except OSError as e:
+        raise ConfigError(f"--figures={folder}: cannot be written: {e.strerror or e}.") from e
+    return written

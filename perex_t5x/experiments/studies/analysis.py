@@ -9,34 +9,35 @@ import numpy as np
 
 from perex_t5x.experiments.report import intervals
 from perex_t5x.experiments.report.intervals import Mean
-from perex_t5x.experiments.report.load import Run
+from perex_t5x.experiments.report.load import LoadedRun
 
 Key = TypeVar("Key", bound=Hashable)
 
 
-def grouped(runs: Sequence[Run], key: Callable[[Run], Key]) -> dict[Key, list[Run]]:
+def grouped(runs: Sequence[LoadedRun], key: Callable[[LoadedRun], Key]) -> dict[Key, list[LoadedRun]]:
     """Runs by a key, in the order of the first of each.
 
-    >>> {k: [r.name for r in rs] for k, rs in grouped([Run("a", seed=0), Run("b", seed=1)], lambda r: r.seed).items()}
+    >>> by_seed = grouped([LoadedRun("a", seed=0), LoadedRun("b", seed=1)], lambda run: run.seed)
+    >>> {seed: [run.name for run in runs] for seed, runs in by_seed.items()}
     {0: ['a'], 1: ['b']}
     """
-    found: dict[Key, list[Run]] = {}
+    found: dict[Key, list[LoadedRun]] = {}
     for run in runs:
         found.setdefault(key(run), []).append(run)
     return found
 
 
-def final(runs: Sequence[Run]) -> Mean:
+def final(runs: Sequence[LoadedRun]) -> Mean:
     """The final validation loss over seeds."""
     return intervals.mean_interval([run.final_loss for run in runs if run.finished])
 
 
-def rate_of(run: Run) -> float:
+def rate_of(run: LoadedRun) -> float:
     """Where in its grid a run's rate stands: relative where the sweep says so, else absolute."""
     return run.values.get("rate_factor", run.values.get("learning_rate", run.learning_rate or 0.0))
 
 
-def best_rate(runs: Sequence[Run]) -> float | None:
+def best_rate(runs: Sequence[LoadedRun]) -> float | None:
     """Of runs that differ in rate and seed: the rate of the lowest mean, among those with most finished seeds.
 
     Where rates were tuned on a few seeds and one was then run on all, that one is it.
@@ -50,17 +51,17 @@ def best_rate(runs: Sequence[Run]) -> float | None:
     return min(full, key=lambda rate: final(by_rate[rate]).mean)
 
 
-def on_edge(runs: Sequence[Run], best: float | None) -> bool:
+def on_edge(runs: Sequence[LoadedRun], best: float | None) -> bool:
     """Whether the rate is the smallest or largest tried; one that failed counts as tried."""
     tried = [rate_of(run) for run in runs]
     return best is not None and len(set(tried)) > 1 and best in (min(tried), max(tried))
 
 
-def paired(runs: Sequence[Run], others: Sequence[Run]) -> Mean:
+def paired(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> Mean:
     """The difference of final losses, seed by seed: the same seed has the same start and the same batches.
 
-    >>> a = [Run("a", seed=s, status="done", final_loss=2.0 + s) for s in range(3)]
-    >>> b = [Run("b", seed=s, status="done", final_loss=1.5 + s) for s in range(3)]
+    >>> a = [LoadedRun("a", seed=s, status="done", final_loss=2.0 + s) for s in range(3)]
+    >>> b = [LoadedRun("b", seed=s, status="done", final_loss=1.5 + s) for s in range(3)]
     >>> paired(a, b).mean
     0.5
     """

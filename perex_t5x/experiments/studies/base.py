@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import os
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perex_t5x.experiments.sweep import Sweep, axes
-from perex_t5x.experiments.sweep.runs import Result, Run
+from perex_t5x.experiments.sweep.directory import Folder
+from perex_t5x.experiments.sweep.plan import Plan
+from perex_t5x.experiments.sweep.runs import Result, Run, absolute
+from perex_t5x.files import write_atomically
 
 if TYPE_CHECKING:
-    from perex_t5x.experiments.report.folders import Study as Folder
+    from perex_t5x.experiments.report.load import RunSet
     from perex_t5x.experiments.sweep.plan import Plan
 
 Finding = dict[str, Any]  # title, text, paper, table, plot: see docs/reports.md
@@ -33,7 +41,7 @@ class Study:
 
     name: str
     stages: Callable[[Sweep, int], Stages]
-    analyse: Callable[[Folder, str], list[Finding]]
+    analyse: Callable[[RunSet, str], list[Finding]]
     quick: Sequence[str] = ()
     quick_gin: Sequence[str] = ()
     measure: Callable[[Plan, str, bool], None] | None = None
@@ -100,3 +108,158 @@ def rates(sweep: Sweep) -> list[float]:
 def belongs(run: Run, arm: Mapping[str, Any]) -> bool:
     """Whether a run is at these axes' values."""
     return all(axis in run.values and run.values[axis] == value for axis, value in arm.items())
+
+
+# --- tuning: the best learning rate of several arms -------------------------------------------------------------------
+
+
+SEEDS = 2  # the first so many of the study's choose the rate
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was found for one arm.
+
+    Attributes:
+      arm: its values of the other axes.
+      losses: rate -> mean validation loss over the seeds; inf where one failed.
+    """
+
+    arm: Mapping[str, Any]
+    losses: Mapping[float, float]
+
+    @property
+    def best(self) -> float:
+        """The rate with the lowest loss; if all failed, the lowest rate.
+
+        >>> Tuned({}, {1.0: 2.5, 2.0: 2.4, 4.0: math.inf}).best
+        2.0
+        """
+        return min(sorted(self.losses), key=lambda rate: self.losses[rate])
+
+    def beyond(self) -> list[float]:
+        """What the grid lacks: the next rate beyond the edge on which the best lies. Empty if it lies inside.
+
+        >>> Tuned({}, {1.0: 2.5, 2.0: 2.4}).beyond(), Tuned({}, {1.0: 2.5, 2.0: 2.4, 4.0: 3.0}).beyond()
+        ([4.0], [])
+        """
+        grid = sorted(self.losses)
+        if len(grid) == 1:
+            return [grid[0] / 2, grid[0] * 2]
+        if self.best == grid[0]:
+            return [grid[0] * grid[0] / grid[1]]
+        if self.best == grid[-1]:
+            return [grid[-1] * grid[-1] / grid[-2]]
+        return []
+
+
+def tune(
+    sweep: Sweep, arms: Sequence[Mapping[str, Any]], extensions: int
+) -> Generator[list[Sweep], Outcomes, list[Tuned]]:
+    """Stages that run each arm over the sweep's rates, and further ones as long as a best lies on an edge.
+
+    `found = yield from tune(...)`. At most `extensions` rates are added to an arm's grid.
+    """
+    seeds = list(sweep.seeds)[:SEEDS]
+    grids = [rates(sweep) for _ in arms]
+    waiting = list(range(len(arms)))
+    found: list[Tuned] = [Tuned(arm, {}) for arm in arms]
+    for extension in range(extensions + 1):
+        outcomes = yield [narrowed(sweep, arms[i], grids[i], seeds) for i in waiting]
+        for i in waiting:
+            found[i] = Tuned(arms[i], mean_losses(outcomes, arms[i], rate_axis(sweep), grids[i], seeds))
+        waiting = [i for i in waiting if found[i].beyond()]
+        if not waiting or extension == extensions:
+            break
+        for i in waiting:
+            grids[i] = sorted([*grids[i], *found[i].beyond()])
+    return found
+
+
+def mean_losses(
+    outcomes: Outcomes, arm: Mapping[str, Any], axis: str, grid: Sequence[float], seeds: Sequence[int]
+) -> dict[float, float]:
+    """Rate -> mean final loss over the seeds, inf where a run failed."""
+    losses: dict[float, list[float]] = {rate: [] for rate in grid}
+    for run, result in outcomes:
+        rate = run.values.get(axis, 1.0)
+        if rate in losses and run.seed in seeds and belongs(run, arm):
+            losses[rate].append(math.inf if result.eval_loss is None else result.eval_loss)
+    return {rate: sum(values) / len(values) if values else math.inf for rate, values in losses.items()}
+
+
+# --- running the stages in one folder, as one sweep that grows --------------------------------------------------------
+
+
+NOTES = "study.json"
+
+
+def run_stages(
+    study: Study,
+    sweep: Sweep,
+    folder: str,
+    *,
+    gin_files: Sequence[str] = (),
+    gin_bindings: Sequence[str] = (),
+    search_paths: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    parallel: int | None = None,
+    extensions: int = 4,
+    quick: bool = False,
+    dry_run: bool = False,
+    overview: Any = None,
+) -> list[Result]:
+    """Runs what is not yet done of all stages, and what is measured besides; returns the results of all runs.
+
+    The whole description is checked before the first run, also what belongs to later stages.
+    """
+    folder = absolute(folder)
+    whole = sweep.plan(gin_files, gin_bindings, search_paths, flags=flags)
+    if slips := Folder(folder).check(whole):
+        from perex_t5x.errors import ConfigError
+
+        raise ConfigError("\n".join(slips))
+    if dry_run:
+        return []
+    begun, stages, runs = time.monotonic(), study.stages(sweep, extensions), {}
+    parts, results = next(stages), []
+    programs: dict[str, Any] = {}  # a stage more is not a compilation more
+    try:
+        while True:
+            _add(runs, parts, gin_files, gin_bindings, search_paths, flags)
+            grown = dataclasses.replace(whole, runs=tuple(runs.values()))
+            results = grown.run(folder, together=True, parallel=parallel, overview=overview, programs=programs)
+            try:
+                parts = stages.send(list(zip(grown.runs, results, strict=True)))
+            except StopIteration:
+                break
+        if study.measure is not None:
+            study.measure(grown, folder, quick)
+    finally:
+        if os.path.isdir(folder):
+            _note(folder, study.name, sweep, quick, time.monotonic() - begun)
+    return results
+
+
+def _add(runs: dict[str, Run], parts: Sequence[Sweep], *given: Any) -> None:
+    gin_files, gin_bindings, search_paths, flags = given
+    for part in parts:
+        plan: Plan = part.plan(gin_files, gin_bindings, search_paths, check=False, flags=flags)
+        for made in plan.runs:
+            runs.setdefault(made.name, made)
+
+
+def _note(folder: str, name: str, sweep: Sweep, quick: bool, seconds: float) -> None:
+    """What the analysis cannot see in the runs; seconds are added up over all starts."""
+    former = notes(folder).get("seconds", 0.0)
+    noted = {"study": name, "seeds": list(sweep.seeds), "quick": quick, "seconds": round(former + seconds, 1)}
+    write_atomically(os.path.join(folder, NOTES), json.dumps(noted) + "\n")
+
+
+def notes(folder: str) -> dict[str, Any]:
+    """What `run` has noted; empty where it has not been."""
+    try:
+        with open(os.path.join(folder, NOTES), encoding="utf-8") as f:
+            return json.load(f)
+    except (FileNotFoundError, ValueError):
+        return {}

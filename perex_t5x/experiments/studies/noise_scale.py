@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from perex_t5x.experiments.report import intervals
-from perex_t5x.experiments.report.folders import Study as Folder
 from perex_t5x.experiments.report.intervals import Mean
-from perex_t5x.experiments.report.load import Run
+from perex_t5x.experiments.report.load import LoadedRun, RunSet
 from perex_t5x.experiments.studies import analysis
 from perex_t5x.experiments.studies.base import Finding, Study, everything
 
@@ -22,7 +21,7 @@ _PAPER = (
 )
 
 
-def analyse(folder: Folder, path: str) -> list[Finding]:
+def analyse(folder: RunSet, path: str) -> list[Finding]:
     del path
     by_size = analysis.grouped([run for run in folder.runs if run.finished], lambda run: run.batch_size)
     by_size = {size: runs for size, runs in sorted(by_size.items()) if any(PREFIX + "all" in r.monitored for r in runs)}
@@ -31,7 +30,7 @@ def analyse(folder: Folder, path: str) -> list[Finding]:
     return [_over_training(by_size), _by_group(by_size)]
 
 
-def read_at(run: Run, group: str, share: float) -> float:
+def read_at(run: LoadedRun, group: str, share: float) -> float:
     """The noise scale of a group after a share of the run: the geometric mean of the measurements around it."""
     steps, values = run.monitored.get(PREFIX + group, (np.empty(0), np.empty(0)))
     if not len(steps):
@@ -41,13 +40,13 @@ def read_at(run: Run, group: str, share: float) -> float:
     return float(np.exp(np.mean(np.log(values[near])))) if near.any() else float("nan")
 
 
-def over_seeds(runs: Sequence[Run], group: str, share: float) -> Mean:
+def over_seeds(runs: Sequence[LoadedRun], group: str, share: float) -> Mean:
     """Geometric mean and interval over the seeds."""
     m = intervals.mean_interval([np.log(read_at(run, group, share)) for run in runs])
     return Mean(*(float(np.exp(x)) for x in m[:3]), m.count)
 
 
-def _over_training(by_size: dict[int, list[Run]]) -> Finding:
+def _over_training(by_size: dict[int, list[LoadedRun]]) -> Finding:
     rows, texts = [], []
     for size, runs in by_size.items():
         means = [over_seeds(runs, "all", share) for share in SHARES]
@@ -64,7 +63,7 @@ def _over_training(by_size: dict[int, list[Run]]) -> Finding:
     return {"title": title, "text": text, "paper": _PAPER, "table": table, "plot": "noise_scale"}
 
 
-def _by_group(by_size: dict[int, list[Run]]) -> Finding:
+def _by_group(by_size: dict[int, list[LoadedRun]]) -> Finding:
     """Kinds of parameters at the end of the runs with the largest batch size, where measurements are clearest."""
     size, runs = max(by_size.items())
     groups = sorted({key.removeprefix(PREFIX) for run in runs for key in run.monitored if key.startswith(PREFIX)})

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from perex_t5x.experiments.report.folders import Study as Folder
 from perex_t5x.experiments.report.intervals import mean_interval
+from perex_t5x.experiments.report.load import RunSet
 from perex_t5x.experiments.studies import analysis
 from perex_t5x.experiments.studies.base import Finding, Study, everything
 from perex_t5x.experiments.sweep import axes
@@ -35,7 +35,7 @@ def measure(plan: Plan, folder: str, quick: bool) -> None:
         if all(run.name in known for run in runs):
             continue
         print(f"timing the steps of {', '.join(run.name for run in runs)}", flush=True)
-        known |= time_steps(runs, folder, turns=5 if quick else 21)
+        known |= time_steps(runs, turns=5 if quick else 21)
         write_atomically(path, json.dumps(known, indent=1) + "\n")
 
 
@@ -57,9 +57,9 @@ def _read(path: str) -> dict[str, Any]:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def time_steps(runs: Sequence[Run], folder: str, turns: int) -> dict[str, dict[str, Any]]:
+def time_steps(runs: Sequence[Run], turns: int) -> dict[str, dict[str, Any]]:
     """Name -> seconds of a step in each turn, bytes that the compiled step needs besides its arguments and results."""
-    steps = [_Step(run, folder) for run in runs]
+    steps = [_Step(run) for run in runs]
     seconds: dict[str, list[float]] = {run.name: [] for run in runs}
     for step in steps:
         step.warm_up()
@@ -76,7 +76,7 @@ def time_steps(runs: Sequence[Run], folder: str, turns: int) -> dict[str, dict[s
 class _Step:
     """A compiled step with its state and some batches."""
 
-    def __init__(self, run: Run, folder: str):
+    def __init__(self, run: Run):
         import jax
 
         from perex_t5x.experiments.sweep import in_process, plan
@@ -115,7 +115,7 @@ class _Step:
 # --- what it says -----------------------------------------------------------------------------------------------------
 
 
-def analyse(folder: Folder, path: str) -> list[Finding]:
+def analyse(folder: RunSet, path: str) -> list[Finding]:
     del folder
     known = _read(os.path.join(path, FILE))
     found = []

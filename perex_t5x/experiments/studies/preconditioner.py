@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from perex_t5x.experiments.report.folders import Study as Folder
 from perex_t5x.experiments.report.intervals import mean_interval
-from perex_t5x.experiments.report.load import Run
+from perex_t5x.experiments.report.load import LoadedRun, RunSet
 from perex_t5x.experiments.studies import analysis
-from perex_t5x.experiments.studies.base import Finding, Stages, Study, arms, narrowed
-from perex_t5x.experiments.studies.tuning import tune
+from perex_t5x.experiments.studies.base import Finding, Stages, Study, arms, narrowed, tune
 from perex_t5x.experiments.sweep import Sweep
+from perex_t5x.optimizers import descend, scale_by_moments
+from perex_t5x.optimizers.base import Mask, StatisticsTransformation
 
 _BASELINE = "adamw"
 _PAPER = "A preconditioner dominated by μ² serves best."
@@ -30,7 +30,7 @@ def stages(sweep: Sweep, extensions: int) -> Stages:
     yield [narrowed(sweep, tuned.arm, [tuned.best], sweep.seeds) for tuned in found]
 
 
-def analyse(folder: Folder, path: str) -> list[Finding]:
+def analyse(folder: RunSet, path: str) -> list[Finding]:
     del path
     by_arm = analysis.grouped(folder.runs, arm_of)
     at_best = {arm: _best(runs) for arm, runs in by_arm.items()}
@@ -45,10 +45,10 @@ def analyse(folder: Folder, path: str) -> list[Finding]:
     ]
 
 
-def arm_of(run: Run) -> Arm:
+def arm_of(run: LoadedRun) -> Arm:
     """Optimizer and clipping.
 
-    >>> arm_of(Run("a", optimizer="adamw", values={"Trainer.clip_norm": 2.0}))
+    >>> arm_of(LoadedRun("a", optimizer="adamw", values={"Trainer.clip_norm": 2.0}))
     ('adamw', 'clipped at 2')
     """
     norm = next((v for axis, v in run.values.items() if axis.endswith("clip_norm")), None)
@@ -59,12 +59,12 @@ def label(arm: Arm) -> str:
     return ", ".join(part for part in arm if part)
 
 
-def _best(runs: Sequence[Run]) -> list[Run]:
+def _best(runs: Sequence[LoadedRun]) -> list[LoadedRun]:
     best = analysis.best_rate(runs)
     return [run for run in runs if run.finished and analysis.rate_of(run) == best]
 
 
-def _order_finding(by_arm: dict[Arm, list[Run]], at_best: dict[Arm, list[Run]]) -> Finding:
+def _order_finding(by_arm: dict[Arm, list[LoadedRun]], at_best: dict[Arm, list[LoadedRun]]) -> Finding:
     """All arms by their loss, with the difference to the baseline."""
     ranked = sorted(at_best, key=lambda arm: analysis.final(at_best[arm]).mean)
     baseline = at_best.get((_BASELINE, ""), [])
@@ -95,7 +95,7 @@ def _order_finding(by_arm: dict[Arm, list[Run]], at_best: dict[Arm, list[Run]]) 
     return {"title": f"{label(ranked[0])} ends lowest", "text": text, "paper": _PAPER, "table": table, "plot": "basins"}
 
 
-def _contrast_finding(at_best: dict[Arm, list[Run]]) -> list[Finding]:
+def _contrast_finding(at_best: dict[Arm, list[LoadedRun]]) -> list[Finding]:
     """Those that weigh μ² most against those that weigh σ² most."""
 
     def of_seed(names: tuple[str, str], clipping: list[str]) -> dict[int | None, float]:
@@ -128,7 +128,7 @@ def _signed(difference: Any) -> str:
     return f"{difference.mean:+.4f} ({analysis.interval(difference)})"
 
 
-def _clipping_finding(by_arm: dict[Arm, list[Run]], at_best: dict[Arm, list[Run]]) -> list[Finding]:
+def _clipping_finding(by_arm: dict[Arm, list[LoadedRun]], at_best: dict[Arm, list[LoadedRun]]) -> list[Finding]:
     """What clipping changes: at the best rate, and beyond it."""
     rows, texts = [], []
     for arm in at_best:
@@ -152,7 +152,7 @@ def _clipping_finding(by_arm: dict[Arm, list[Run]], at_best: dict[Arm, list[Run]
     return [{"title": title, "text": text, "paper": _PAPER_CLIPPING, "table": table, "plot": "basins"}]
 
 
-def _beyond(runs: Sequence[Run], best: Sequence[Run]) -> float | None:
+def _beyond(runs: Sequence[LoadedRun], best: Sequence[LoadedRun]) -> float | None:
     """How much higher the loss is at twice the best rate; inf where runs failed there, None where none was made."""
     rate = analysis.rate_of(best[0])
     there = [run for run in runs if math.isclose(analysis.rate_of(run), 2 * rate)]
@@ -161,7 +161,7 @@ def _beyond(runs: Sequence[Run], best: Sequence[Run]) -> float | None:
     return math.inf if not all(run.finished for run in there) else analysis.paired(there, best).mean
 
 
-def _basin_finding(by_arm: dict[Arm, list[Run]], at_best: dict[Arm, list[Run]]) -> Finding:
+def _basin_finding(by_arm: dict[Arm, list[LoadedRun]], at_best: dict[Arm, list[LoadedRun]]) -> Finding:
     """All rates that were tried."""
     rates = sorted({run.learning_rate for runs in by_arm.values() for run in runs if run.learning_rate})
     rows = []
@@ -176,6 +176,27 @@ def _basin_finding(by_arm: dict[Arm, list[Run]], at_best: dict[Arm, list[Run]]) 
     table = {"columns": ["optimizer", *(f"{rate:g}" for rate in rates)], "rows": rows}
     paper = "Our reading: where the signal is weak √v of MicroAdam is about √B times Adam's, and so is its best rate."
     return {"title": "The rates", "text": text, "paper": paper, "table": table, "plot": "basins"}
+
+
+def adam_between(
+    learning_rate: Any,
+    a: float = 1.0,
+    b: float | str = 0.25,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 0.0,
+    mask: Mask | None = None,
+) -> StatisticsTransformation:
+    """Adam's step with v averaging a·μ̂² + b·σ̂², see `optimizers.scale_by_moments`.
+
+    (1, "1/B") is Adam, (1, 1) MicroAdam, (0, 1) MicroAdamVar, (1, 0) MicroAdamMSQ; other arguments as theirs.
+
+    >>> adam_between(0.1).needs
+    ('mean', 'mean_square')
+    """
+    direction = scale_by_moments(a, b, b1, b2, eps, name="adam_between")
+    return descend(direction, learning_rate, weight_decay, mask)
 
 
 STUDY = Study(

@@ -15,12 +15,10 @@ import numpy as np
 from perex_t5x.experiments.report import collapse_plot, dataset, intervals
 from perex_t5x.experiments.report.collapse import Curve, collapse
 from perex_t5x.experiments.report.collapse_plot import Panel
-from perex_t5x.experiments.report.folders import Study as Folder
 from perex_t5x.experiments.report.intervals import Mean
-from perex_t5x.experiments.report.load import Run
+from perex_t5x.experiments.report.load import LoadedRun, RunSet
 from perex_t5x.experiments.studies import analysis
-from perex_t5x.experiments.studies.base import Finding, Stages, Study, arms, narrowed
-from perex_t5x.experiments.studies.tuning import tune
+from perex_t5x.experiments.studies.base import Finding, Stages, Study, arms, narrowed, tune
 from perex_t5x.experiments.sweep import Sweep, axes
 
 _PAPER = (
@@ -39,7 +37,7 @@ def stages(sweep: Sweep, extensions: int) -> Stages:
     yield [narrowed(sweep, arm, [found[0].best], sweep.seeds) for arm in arms(sweep)]
 
 
-def analyse(folder: Folder, path: str) -> list[Finding]:
+def analyse(folder: RunSet, path: str) -> list[Finding]:
     del path
     panels = collapse_plot.panels(dataset.gather([folder]))
     found = [_collapse_finding(panels), *_range_finding(panels), _where_finding(panels)] if panels else []
@@ -82,7 +80,7 @@ def _collapse_finding(panels: Sequence[Panel]) -> Finding:
     }
 
 
-def _collapse(panel: Panel, runs: Sequence[Run]) -> Any:
+def _collapse(panel: Panel, runs: Sequence[LoadedRun]) -> Any:
     mine = {id(run) for run in panel.runs}
     curves = [
         Curve(run.batch_size, run.examples(run.evaluation[0]), run.evaluation[1]) for run in runs if id(run) in mine
@@ -103,16 +101,16 @@ def _beside(plain: Panel | None, panel: Panel) -> str:
     return f"{m.mean:.2f} ({analysis.interval(m, 2)})"
 
 
-def _log_ratio(one: Panel, other: Panel, runs: Sequence[Run]) -> float:
+def _log_ratio(one: Panel, other: Panel, runs: Sequence[LoadedRun]) -> float:
     return math.log(_collapse(other, runs).across_batch / _collapse(one, runs).across_batch)
 
 
-def jackknife(runs: Sequence[Run], of: Callable[[Sequence[Run]], float]) -> Mean:
+def jackknife(runs: Sequence[LoadedRun], of: Callable[[Sequence[LoadedRun]], float]) -> Mean:
     """A number with an interval from leaving out one seed at a time.
 
-    >>> runs = [Run("a", seed=s, final_loss=float(s)) for s in range(3)]
+    >>> runs = [LoadedRun("a", seed=s, final_loss=float(s)) for s in range(3)]
     >>> m = jackknife(runs, lambda rs: float(np.mean([r.final_loss for r in rs])))
-    >>> same = reading.intervals.mean_interval([0.0, 1.0, 2.0])
+    >>> same = analysis.intervals.mean_interval([0.0, 1.0, 2.0])
     >>> abs(m.low - same.low) < 1e-9, m.mean
     (True, 1.0)
     """
@@ -189,7 +187,7 @@ def _gaps(panel: Panel, low: int, high: int, examples: float) -> list[float]:
 # --- the exponent -----------------------------------------------------------------------------------------------------
 
 
-def _exponent_finding(runs: Sequence[Run]) -> list[Finding]:
+def _exponent_finding(runs: Sequence[LoadedRun]) -> list[Finding]:
     """How the best rate follows the batch size, from the basins of those that were tuned."""
     first = next((run.rule for run in runs), None)
     rows, points = [], []
