@@ -1,4 +1,4 @@
-"""Sums over devices, of arrays that every device has whole; optionally sent in fewer bits than they are added in."""
+"""Sums over devices, of arrays that every device has in full; optionally sent in a narrower dtype than they are added in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sum_over(tree: Any, axes: Sequence[str], transport: Any = None) -> Any:
 
     Args:
       tree: arrays of each device.
-      axes: manual axes of the `shard_map` around.
+      axes: manual axes of the enclosing `shard_map`.
       transport: a narrower dtype to send floating arrays in. They are still added in their own: each device receives
         everybody's pieces of one part, adds them up, and sends the sum on.
     """
@@ -32,6 +32,7 @@ def sum_over(tree: Any, axes: Sequence[str], transport: Any = None) -> Any:
         devices = jax.lax.axis_size(axes)
         flat = x.reshape(-1)
         flat = jnp.pad(flat, (0, -flat.size % devices))
+        # A psum in the narrow dtype would add in it, too: scatter (each device adds up one part, wide), then gather.
         part = scatter_over(flat, axes, 0, transport).astype(transport)
         whole = jax.lax.all_gather(part, axes, tiled=True, to="invarying")
         return whole[: x.size].reshape(x.shape).astype(x.dtype)
@@ -40,11 +41,11 @@ def sum_over(tree: Any, axes: Sequence[str], transport: Any = None) -> Any:
 
 
 def sum_each_over(trees: Sequence[Any], axes: Sequence[Sequence[str]], transport: Any = None) -> list[Any]:
-    """`sum_over` of several, each over axes of its own; those of the same axes travel together."""
+    """`sum_over` of several trees, each over its own axes; those with the same axes are sent together."""
     received = list(trees)
-    wanted = [tuple(a) for a in axes]
-    for over in sorted(set(wanted)):
-        mine = [i for i, a in enumerate(wanted) if a == over]
+    axes_of_each = [tuple(a) for a in axes]
+    for over in sorted(set(axes_of_each)):
+        mine = [i for i, a in enumerate(axes_of_each) if a == over]
         for i, tree in zip(mine, sum_over([trees[i] for i in mine], over, transport), strict=True):
             received[i] = tree
     return received
@@ -62,7 +63,7 @@ def scatter_over(
         devices that differ in the k-th digit alone.
     """
     axes = tuple(axes)
-    # Along the leading axis: TPUs scatter whole tiles, and would otherwise send everything to everyone and cut it there.
+    # Along the leading axis: TPUs scatter whole tiles, and would otherwise send everything to every device and slice there.
     x = jnp.moveaxis(x, dimension, 0)
     if transport is None or not _narrows(x, transport):
         mine = x

@@ -57,7 +57,7 @@ def grad_statistics(
     Args:
       loss_fn: loss_fn(params, batch, ...) -> loss, or (loss, aux). Called with one example, its leading axis kept.
       statistics: names ('mean', 'mean_square', 'mean_sign') or `Statistic` objects.
-      method: 'surgery'; or a reference: 'vmap', which holds every example's gradient, or 'loop', a plain Python loop.
+      method: 'surgery'; or a reference: 'vmap', which materialises every example's gradient, or 'loop', a Python loop.
       argnums, batch_argnums: what is differentiated, and what has an axis of examples.
       has_aux: whether the loss returns (loss, aux).
       group_size: b consecutive examples form one unit.
@@ -67,23 +67,23 @@ def grad_statistics(
       token_fallback: with unit='token', take the example as the unit where a parameter has no positions; else an error.
       reduction: what the batch loss is of the examples' losses: their 'mean', or their 'sum' (then g_i = B ∇ℓ_i).
       rng_argnums: PRNG keys; example i gets fold_in(key, i).
-      parameters: which parameters, by name ('layers/w'): a regular expression to be found in it, or a function. The others
+      parameters: which parameters, by name ('layers/w'): a regular expression to search for, or a function. The others
         are held constant, and the statistics have None in their place.
       norms: also the norm of each unit's gradient (before clipping).
       clip_norm: each h_j is scaled to at most this norm, inside φ. Needs a pass for the norms first.
       non_finite: 'keep'; 'skip': units whose loss or gradient norm is not finite are left out, which needs a pass as well;
         or 'raise'.
-      strict: an error, naming the parameter, where a gradient would have to be held for all examples.
+      strict: an error, naming the parameter, where a gradient would have to be materialised for all examples.
       data_axes: inside `jax.shard_map`, the mesh axes over which devices share the batch. The statistics are then those of
-        all devices' examples, the same on each; parameters may be gathered inside the loss (FSDP), and the statistics of
-        a gathered one are those of this device's part. Without it they are of this device's examples.
+        all devices' examples, the same on each; parameters may be gathered inside the loss (FSDP), and each device then gets
+        the statistics of its own part. Without `data_axes` they are of this device's examples.
       transport_dtype: dtype in which sums travel between devices, such as jnp.bfloat16; they are added in their own. None:
         their own.
       shardings: a tree like the parameters, of `PartitionSpec` (inside `shard_map`, over its automatic axes) or
-        `NamedSharding`: where the sums are computed and kept. With tensor parallelism that is where the parameters are;
-        without it the compiler may let every device compute all of them. Changes no number beyond rounding.
-      kernels: on TPUs, Pallas kernels for the matrix products that they can take (`coverage` says which); False: XLA's form
-        of the same sums everywhere. Changes no number beyond rounding.
+        `NamedSharding`: of the sums. With tensor parallelism give the parameters' shardings; without them the compiler may
+        let every device compute all of the sums. Changes no number beyond rounding.
+      kernels: on TPUs, Pallas kernels for the matrix products that they can take (`coverage` says which); False: XLA's loop
+        for the same sums everywhere. Changes no number beyond rounding.
 
     >>> import jax.numpy as jnp
     >>> loss = lambda w, x: jnp.sum((x @ w) ** 2)

@@ -1,4 +1,4 @@
-"""What the engine returns, and what follows from it: variance, squared mean, noise scale."""
+"""What the engine returns, and quantities derived from it: variance, squared mean, noise scale."""
 
 from __future__ import annotations
 

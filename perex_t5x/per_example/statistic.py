@@ -26,7 +26,7 @@ class Statistic:
     """An average of φ over the examples' gradients, elementwise.
 
     Args:
-      name: under which it is found in the result.
+      name: its key in the result.
       fn: φ, from an array to an array of the same shape and a floating dtype.
       factorable: claims φ(a·b) = φ(a)·φ(b). Then a dense layer without a sequence axis, g_i = s_i r_iᵀ, needs one matrix
         product: Σ φ(g_i) = φ(S)ᵀ φ(R). The claim is checked on numbers here.

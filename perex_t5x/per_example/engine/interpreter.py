@@ -69,9 +69,13 @@ def run(
     jaxpr = program.jaxpr
     plan = make_plan(jaxpr, specs, batched, frozenset(context.data_axes))
     entered: dict[int, dict[int, ReductionSpec]] = {}
+    # A loop is entered once for all gradients that come out of it, and that is when its equation's turn comes: what is to be
+    # done inside must be known before.
     for index, node in plan.nodes.items():
         _collect_entered(node, specs[index], entered)
 
+    # Values with whether they have an example axis. Shared ones (parameters, and what is computed from them alone) stay
+    # without, so that they are computed once, and products with them are one large product instead of N small ones.
     env: dict[core.Var, tuple[Any, bool]] = {}
     inside: dict[tuple[int, int], ReductionResult] = {}
     env.update((v, (c, False)) for v, c in zip(jaxpr.constvars, program.consts, strict=True))
@@ -105,6 +109,7 @@ def run(
             outs, out_flags, reduced = enter(eqn, values, flags, entered[id(eqn)], context)
             inside.update(((id(eqn), i), r) for i, r in reduced.items())
         elif any(flags):
+            # Only values of examples: a collective of something shared, such as a parameter's all_gather, is harmless.
             shard_map.refuse(eqn, flags, context.device_axes)
             outs, out_flags = jaxprs.bind_batched(eqn, values, flags)
         else:
@@ -126,11 +131,13 @@ def run(
                 return inside[id(eqn), i]
             case Producer(eqns=eqns, leaves=leaves):
                 values, flags = zip(*map(read, leaves), strict=True) if leaves else ((), ())
+                # A psum may be part of a producer as any other sum is; over the data axes it may not.
                 for eqn in eqns:
                     shard_map.refuse(eqn, [any(flags)], context.device_axes)
                 return select_reduction(ReductionSite(context, spec, node, values, flags))
             case Materialized(var=v, reason=reason, small=small):
                 value, flag = read(v)
+                # An unused parameter's zeros, a regulariser's gradient: nothing of it differs by example.
                 if not flag:
                     return reducer.shared(context, spec, spec.pre(jnp.asarray(value)))
                 name, note = ("all at once", "") if small else (MATERIALISED, reason)
@@ -169,6 +176,7 @@ def _concatenated(
 ) -> ReductionResult:
     def finish(raws: Sequence[Any]) -> list[jax.Array]:
         finished = [part.finish(raw) for part, raw in zip(parts, raws, strict=True)]
+        # Zeros, then each part in its place: parts are slices along several axes, so `concatenate` would not do.
         wholes = []
         for pieces in zip(*finished, strict=True):
             whole = jnp.zeros(shape, pieces[0].dtype)
@@ -244,6 +252,7 @@ def _enter_cond(
     eqn: core.JaxprEqn, values: Sequence[Any], flags: Sequence[bool], specs: Specs, context: ReductionContext
 ) -> Entered:
     """A branch that all examples take together (one that depends on the example has become a selection)."""
+    # Reduced inside each branch: a gradient that leaves `cond` would exist for all examples.
     index, *operands = values
     operands = [jnp.asarray(x) for x in operands]
     branches = [jaxprs.inline(b) for b in eqn.params["branches"]]
@@ -303,6 +312,7 @@ def _enter_scan(
         jaxprs.for_all(c, n) if f and not g else c
         for c, f, g in zip(carry, carry_flags, flags[num_consts : num_consts + num_carry], strict=True)
     ]
+    # [N, L, ...] as [L, N, ...]: a scan goes over the leading axis, and the examples come along.
     xs = [jnp.moveaxis(x, 0, 1) if f else x for x, f in zip(xs, xs_flags, strict=True)]
     initial_L = {i: spec.initial for i, spec in specs.items() if spec.initial is not None}
     shardings = {i: None if spec.sharding is None else spec.sharding.without_leading() for i, spec in specs.items()}
@@ -322,6 +332,7 @@ def _enter_scan(
             for r, needs_axis, has_axis in zip(results[:num_carry], carry_flags, result_flags[:num_carry], strict=True)
         ]
         seen.update(flags=result_flags[num_carry:], reduced=reduced)
+        # In the carry, XLA updates one layer of the sums in place; scanned over, they would be a second buffer of that size.
         totals_L = {i: jax.tree.map(lambda t, r: t.at[at].set(r), totals_L[i], reduced[i].raw) for i in totals_L}
         raws = {i: r.raw for i, r in reduced.items() if i not in totals_L}
         counts = {i: (r.squares_N, r.positions_N) for i, r in reduced.items()}
@@ -342,6 +353,7 @@ def _enter_scan(
     ys = [None if y is None else jnp.moveaxis(y, 1, 0) if f else y for y, f in zip(ys, y_flags, strict=True)]
     reductions = {}
     for i, r in seen["reduced"].items():
+        # Squares of a stacked parameter add up over its layers. Positions do not: each layer is applied at the same ones.
         squares_LxN, positions_LxN = counts[i]
         squares = None if squares_LxN is None else jnp.sum(squares_LxN, axis=0)
         positions = None if positions_LxN is None else jnp.max(positions_LxN, axis=0)

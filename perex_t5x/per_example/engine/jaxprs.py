@@ -28,6 +28,7 @@ def bind(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
 
 def bind_with(eqn: core.JaxprEqn, arguments: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Applies the primitive of an equation with other parameters."""
+    # Some primitives (custom_jvp_call, ...) store their parameters in another form than `bind` takes them.
     out = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -108,6 +109,7 @@ def inline(jaxpr: core.ClosedJaxpr, remat: bool = False, manual: bool = False) -
         body = closed(eqn.params[body_param])
         return evaluate(body.jaxpr, body.consts, arguments, rule)
 
+    # Traced again rather than spliced: tracing renames variables, so that a body that is used twice does not clash.
     flat = lambda *arguments: evaluate(jaxpr.jaxpr, jaxpr.consts, arguments, rule)  # noqa: E731
     shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) if manual else struct(v) for v in jaxpr.in_avals]
     return jax.make_jaxpr(flat)(*shapes)
@@ -118,6 +120,7 @@ def struct(aval: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruc
     shape = aval.shape if shape is None else tuple(shape)
     if not aval.manual_axis_type.varying:
         return jax.ShapeDtypeStruct(shape, aval.dtype)
+    # A shape alone would be traced as invariant, and a program traced with it would be another program (no psum needed).
     anywhere = NamedSharding(aval.sharding.mesh, PartitionSpec())
     return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=anywhere, manual_axis_type=aval.manual_axis_type)
 
@@ -154,6 +157,7 @@ def size_of(v: Any) -> int:
 def source_line(eqns: Iterable[core.JaxprEqn]) -> str | None:
     """'file.py:12 (function)', the innermost line of the user's of the first equation that has one."""
     for eqn in eqns:
+        # Equations that a transformation made (a transpose, say) may have no frames.
         for frame in getattr(eqn.source_info.traceback, "frames", None) or ():
             if not frame.file_name.startswith(_LIBRARIES):
                 short = os.sep.join(frame.file_name.split(os.sep)[-3:])

@@ -102,8 +102,8 @@ class Plan:
     def due(self, jaxpr: core.Jaxpr) -> dict[int, list[int]]:
         """Number of equations -> the results that can be reduced once that many have run, and not before.
 
-        Reducing at the first opportunity, rather than at the end, is what lets the activations that a gradient is made of be
-        freed: the compiler keeps the program's order of memory-bound work to a large degree.
+        Reduced at the first opportunity, and not at the end, a gradient does not keep the activations that it is made of
+        alive until the rest has run.
         """
         numbers = {id(eqn): count for count, eqn in enumerate(jaxpr.eqns, 1)}
         made = {v: numbers[id(eqn)] for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -158,6 +158,7 @@ def make_plan(
         if is_unary(eqn):
             deferred.add(id(eqn))
             return Mapped(eqn, walk(eqn.invars[0]))
+        # Before producers: an add of two pads is also a cheap equation, but apart its summands are smaller gradients.
         if parts := _parts(v, sources, uses):
             used, boxes = parts
             deferred.update(id(e) for e in used)
@@ -337,6 +338,7 @@ def _needed(jaxpr: core.Jaxpr, nodes: dict[int, Node], deferred: set[int]) -> se
 
     for node in nodes.values():
         add(node)
+    # Backwards, so that one pass is enough. Deferred equations need nothing for all examples: their leaves are in already.
     for eqn in reversed(jaxpr.eqns):
         if id(eqn) not in deferred and any(v in needed for v in eqn.outvars):
             needed.update(v for v in eqn.invars if isinstance(v, core.Var))

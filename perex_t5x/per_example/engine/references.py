@@ -48,6 +48,7 @@ def by_vmap(request: Request, context: ReductionContext, inputs: Inputs, initial
     """A reference: all gradients, then φ, then the sum."""
     _refuse_devices(request, context, inputs)
     rows = unit_rows(inputs)
+    # Parameters are not mapped over: `vmap` then gives each unit's gradient of the same ones.
     in_axes = (None, None, *(None if r is None else 0 for r in rows))
     gradient = jax.vmap(request.unit_gradient(), in_axes=in_axes)
     (_, per_unit), grads = gradient(inputs.differentiated, inputs.others, *rows)

@@ -97,6 +97,7 @@ class Selected:
         if not any(chosen):
             listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise ValueError(f"parameters selects none of the parameters: {listed or 'there are none'}.")
+        # Complex parameters, too: φ of a complex gradient, and conventions of its conjugate, are not defined here.
         for name, leaf, c in zip(names, leaves, chosen, strict=True):
             if c and not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
                 raise ValueError(
@@ -334,7 +335,7 @@ class Request:
             for i in roles.rng_argnums:
                 full[i] = jax.random.fold_in(full[i], index)
             for i, a in zip(roles.batch_argnums, row, strict=True):
-                full[i] = jax.tree.map(lambda x: x[None], a)
+                full[i] = jax.tree.map(lambda x: x[None], a)  # the loss expects a batch, if of one
             out = self.loss_fn(*full)
             loss, aux = out if options.has_aux else (out, None)
             return _scalar(loss), aux
@@ -364,10 +365,12 @@ def _weights(weights: Any, count: int, b: int) -> jax.Array | None:
     weights = jnp.asarray(weights)
     if weights.shape != (count,):
         raise ValueError(f"weights has shape {weights.shape}: one per example is needed, ({count},).")
+    # Integer and bfloat16 weights: their sums would be wrong, or rounded.
     return weights.astype(jnp.promote_types(weights.dtype, jnp.float32)).reshape(-1, b)
 
 
 def _scalar(loss: Any) -> jax.Array:
+    # [1] is accepted: a loss that keeps the leading axis of its one example is a scalar for our purposes.
     loss = jnp.asarray(loss)
     if loss.size != 1:
         raise ValueError(
@@ -385,11 +388,13 @@ def one_if_zero(x: jax.Array) -> jax.Array:
 
 def unit_rows(inputs: Inputs) -> tuple[Any, ...]:
     """What differs between units, and is given to the gradient."""
+    # Units of one example do not need their weight: it does not change their gradient, only their share of the sums.
     return inputs.batch, inputs.indices_Mxb, inputs.weights_Mxb if inputs.indices_Mxb.shape[1] > 1 else None
 
 
 def trace(gradient: Any, inputs: Inputs) -> tuple[Any, Any]:
     """The gradient program of one unit, and the shapes of its results."""
+    # One unit, without an example axis: the engine adds the axis itself, to those equations that it runs for all.
     row = jax.tree.map(lambda x: jaxprs.struct(jax.typeof(x), x.shape[1:]), unit_rows(inputs))
     try:
         return jax.make_jaxpr(gradient, return_shape=True)(inputs.differentiated, inputs.others, *row)

@@ -27,6 +27,7 @@ from perex_t5x.per_example.engine import jaxprs, primitives
 
 def varying_axes(tree: Any) -> frozenset[str]:
     """Over which axes of a `shard_map` (with check_vma=True) some array of a tree differs."""
+    # NumPy arrays and Python numbers are the same on every device.
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
 
@@ -81,6 +82,7 @@ def axes_of(eqn: core.JaxprEqn) -> tuple[str, ...]:
     """The mesh axes over which an equation communicates; () for others."""
     if eqn.primitive.name in primitives.LOCAL_TO_DEVICE:
         return ()
+    # `axes` also names reductions' dimensions, by number: only strings are mesh axes.
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     names = names if isinstance(names, tuple | list) else (names,)
     return tuple(a for a in names if isinstance(a, str))
@@ -94,6 +96,7 @@ def communicates(eqn: core.JaxprEqn, batched: Sequence[bool], axes: frozenset[st
         return eqn
     if not jaxprs.inner(eqn):
         return None
+    # Of other primitives with programs inside (while, custom calls) it is not known what depends on what: assume all.
     bodies = jaxprs.bodies_of(eqn, batched) if len(batched) == len(eqn.invars) else None
     if bodies is None:
         bodies = [(body, [True] * len(body.invars)) for body in jaxprs.inner(eqn)]
@@ -124,6 +127,7 @@ def sum_ending_in(
         or len(eqn.outvars) > 1
     ):
         return None
+    # Without groups it is a sum over all devices of the axis, in one equation.
     if eqn.params.get("axis_index_groups") is None:
         return (eqn,)
     # Scatters within groups, one stage after the other, sum over all devices only if every device's part meets device 0's
@@ -147,6 +151,7 @@ def sum_ending_in(
 
 def _only_sums(region: core.JaxprEqn, axes: frozenset[str]) -> bool:
     """Whether a `shard_map` of one array only adds it up over `axes`, and moves its elements."""
+    # Tensor parallelism's gather of a parameter, transposed, is such a region: one array in and out, divided alike.
     body = region.params["jaxpr"]
     if len(body.invars) != 1 or len(body.outvars) != 1 or region.params["in_specs"] != region.params["out_specs"]:
         return False
@@ -181,6 +186,7 @@ def cross(eqns: Sequence[core.JaxprEqn], x: jax.Array, transport: Any) -> jax.Ar
         def rule(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
             return [cross([eqn], arguments[0], transport)]
 
+        # Not the equation itself: its types are those of one gradient, and its sums may be sent in another dtype.
         return jax.shard_map(
             lambda x: jaxprs.evaluate(p["jaxpr"], (), [x], rule)[0],
             in_specs=p["in_specs"][0],
@@ -189,6 +195,7 @@ def cross(eqns: Sequence[core.JaxprEqn], x: jax.Array, transport: Any) -> jax.Ar
             check_vma=False,
         )(x)
     whole = len(eqns) > 1 or last.params.get("axis_index_groups") is None
+    # In a narrower dtype the loss's own collective would also add in it: ours sends narrow and adds wide.
     if transport is not None and whole and last.primitive.name == "reduce_scatter" and last.params["tiled"]:
         return collectives.scatter_over(x, axes_of(last), last.params["scatter_dimension"], transport)
     for eqn in eqns:

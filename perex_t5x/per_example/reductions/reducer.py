@@ -134,6 +134,7 @@ class ReductionContext:
         """The sums to start from: `initial`, or zeros of φ's dtype."""
         if initial is not None:
             return list(initial)
+        # φ may return another dtype than the gradient's, and a loop's carry must have its final type from the start.
         g = jax.ShapeDtypeStruct(tuple(shape), dtype)
         return [constrain(self.zeros(g.shape, jax.eval_shape(s.fn, g).dtype), sharding) for s in self.statistics]
 
@@ -212,6 +213,7 @@ class ReductionSite:
         """One example's gradient, from its leaves."""
         env: dict[Any, Any] = dict(zip(self.node.leaves, leaves, strict=True))
         jaxprs.run_equations(self.node.eqns, env)
+        # float32 before φ: in bfloat16, squares and the sums over examples would be rounded to eight bits.
         return constrain(at_least_f32(self.spec.pre(env[self.node.root])), self.spec.sharding)
 
     def value(self, v: Any) -> tuple[Any, bool]:
@@ -254,6 +256,8 @@ def shared(context: ReductionContext, spec: ReductionSpec, g: jax.Array) -> Redu
     """
     g = at_least_f32(g)
     squares = jaxprs.for_all(jnp.sum(jnp.square(g)), context.num_examples) if context.norms else None
+    # Not known to be sharded (check_vma=False): count all devices' examples here, and let no `psum` follow. A parameter that
+    # is sharded after all gets its collective in `_sum_over_devices`, which divides again.
     axes = context.data_axes if spec.sharded_over is None else spec.sharded_over
     every = context.of_all_devices(axes)
     if context.scales_N is None:
@@ -278,6 +282,7 @@ def one_at_a_time(site: ReductionSite) -> ReductionResult:
         row = iter(rows)
         return site.gradient(*(next(row) if b else leaf for leaf, b in zip(site.leaves, site.batched, strict=True)))
 
+    # Σ g² here as well: a second look at the gradient would be a second product.
     def step(sums: list[jax.Array], x: Any) -> tuple[list[jax.Array], Any]:
         row, weight, scale = x
         g = gradient(row)

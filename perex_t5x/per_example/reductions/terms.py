@@ -25,6 +25,7 @@ class Term:
                 (x,) = jaxprs.bind(eqn, [x])
         return x
 
+    # `unary` and `moved` may be applied separately, in any order: moves of elements and elementwise functions commute.
     def moved(self, x: jax.Array) -> jax.Array:
         """The moves of elements of the chain."""
         for eqn in self.chain:

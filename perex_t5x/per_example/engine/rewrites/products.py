@@ -48,8 +48,10 @@ def _chain_to_padding(product: core.JaxprEqn, k: int, sources: Any) -> list[core
         if eqn.primitive.name == "pad":
             contracted = product.params["dimension_numbers"][0][k]
             widths = enumerate(eqn.params["padding_config"])
+            # Only axes that the product sums over; padding of another axis is part of the result. Negative padding cuts.
             fine = all(w == (0, 0, 0) or (a in contracted and w[2] == 0 and min(w[:2]) >= 0) for a, w in widths)
             return chain if fine and plan.is_zeros(eqn.invars[1], sources) else []
+        # Between padding and product only what keeps zeros zero: anything else could make padded positions count.
         if eqn.primitive.name not in primitives.ZERO_PRESERVING:
             return []
         v = eqn.invars[0]
@@ -64,6 +66,7 @@ def _unpadded(
     short = read(pad.invars[0])
     for eqn in rest:
         short = jaxprs.bind(eqn, [short])[0]
+    # The other operand loses the same positions: where one factor is zero, the term is, whatever the other is.
     other = arguments[1 - k]
     for mine, its in zip(contracted[k], contracted[1 - k], strict=True):
         low, _, _ = pad.params["padding_config"][mine]
@@ -93,6 +96,7 @@ def _without_unit_contractions(product: core.JaxprEqn, arguments: Sequence[Any],
     contracted, batch = product.params["dimension_numbers"]
     operands, numbers = [], []
     for x, mine, paired in zip(arguments, contracted, batch, strict=True):
+        # Axes are renumbered per operand: they need not be at the same place in both.
         lost = [a for a in mine if x.shape[a] == 1]
         at = {a: i for i, a in enumerate(a for a in range(x.ndim) if a not in lost)}
         operands.append(jnp.squeeze(x, lost))
@@ -118,6 +122,7 @@ def transposes(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple
             continue
         product = sources[eqn.invars[0]][0]
         if product.primitive.name == "dot_general" and _exchanges(product, eqn.params["permutation"]):
+            # Both equations are replaced: the product is then already transposed, and the transpose has nothing to do.
             rules[id(product)] = _exchanged
             rules[id(eqn)] = lambda eqn, arguments, read: list(arguments)
     return rewritten(program, rules)
@@ -129,6 +134,7 @@ def _exchanges(product: core.JaxprEqn, permutation: Sequence[int]) -> bool:
     left, right = (
         len(jaxprs.shape_of(v)) - len(c) for v, c in zip(product.invars, (contract_l, contract_r), strict=True)
     )
+    # With batch axes the result begins with those, and exchanging the operands would not transpose it.
     return not batch_l and tuple(permutation) == (*range(left, left + right), *range(left))
 
 
@@ -136,6 +142,7 @@ def _exchanged(product: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> l
     del read
     (contract_l, contract_r), batch = product.params["dimension_numbers"]
     precision = product.params["precision"]
+    # The operands' precisions change places with them.
     params = {
         **product.params,
         "dimension_numbers": ((contract_r, contract_l), batch),
@@ -164,6 +171,7 @@ def _split_product(product: core.JaxprEqn, eqn: core.JaxprEqn, arguments: Sequen
     del arguments
     contracted, _ = product.params["dimension_numbers"]
     operands = [read(v) for v in product.invars]
+    # An axis of the result is a free axis of one operand: cutting that operand cuts the result.
     free = [(k, a) for k in (0, 1) for a in range(jnp.ndim(operands[k])) if a not in contracted[k]]
     which, axis = free[eqn.params["axis"]]
     parts, start = [], 0

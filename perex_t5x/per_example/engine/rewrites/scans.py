@@ -79,10 +79,12 @@ def _operation(eqn: core.JaxprEqn, sources: Any, depends: set[core.Var]) -> _Ope
         return None
     for large in (0, 1):
         x, y = eqn.invars[large], eqn.invars[1 - large]
+        # x + x has no other operand; and scalars are no gradients worth the trouble.
         if not isinstance(x, core.Var) or jaxprs.size_of(x) < 2 or (isinstance(y, core.Var) and x is y):
             continue
         if not jaxprs.shape_of(y):
             return _Operation(eqn, large, y)
+        # jnp broadcasts a scalar before it multiplies: inside the body the scalar itself is wanted.
         source = sources[y][0] if isinstance(y, core.Var) and y in sources else None
         if source is not None and source.primitive.name == "broadcast_in_dim" and not jaxprs.shape_of(source.invars[0]):
             return _Operation(eqn, large, source.invars[0])
@@ -118,6 +120,7 @@ def _bind_with_operations(
     def applied(outs: Sequence[Any], others: dict[int, list[Any]]) -> list[Any]:
         outs = list(outs)
         for i, ops in operations.items():
+            # Collected on the way back, so the last one found comes first.
             for operation, other in zip(reversed(ops), reversed(others[i]), strict=True):
                 outs[i] = operation.apply(outs[i], other)
         return outs
@@ -130,6 +133,7 @@ def _bind_with_operations(
     body, num_carry = p["jaxpr"], p["num_carry"]
     consts, carry, xs = jaxprs.split_scan(values, p)
     is_stacked = lambda x: jnp.ndim(x) > 0  # noqa: E731
+    # A shared array has the stack's shape: each step needs its own part of it, and scalars as they are.
     stacked = {i: [x if is_stacked(x) else None for x in o] for i, o in others.items()}
 
     def step(carry: Any, x: Any) -> Any:
@@ -163,6 +167,7 @@ def accumulations(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tu
         indices = [i for i, v in enumerate(eqn.outvars[: eqn.params["num_carry"]]) if v in tails]
         if not indices:
             continue
+        # A step's remat is inlined, barrier included: the additions may be inside it.
         body = jaxprs.inline(eqn.params["jaxpr"], remat=True)
         added = {i: node for i in indices if (node := _addition(body.jaxpr, eqn.params, i)) is not None}
         if added:
@@ -177,6 +182,7 @@ def _addition(body: core.Jaxpr, params: dict[str, Any], index: int) -> plan.Prod
     num_consts = params["num_consts"]
     old, new = body.invars[num_consts + index], body.outvars[index]
     sources, uses = jaxprs.source_of(body), jaxprs.use_counts(body)
+    # If the body looked at the running sum in any other way than to add to it, it could not be left out of the loop.
     if not isinstance(new, core.Var) or new not in sources or uses[new] > 1 or uses.get(old, 0) != 1:
         return None
     node = plan.produce(body, new, sources, uses)
@@ -227,6 +233,7 @@ def _split(
         varying = {v: stacks[v] for v in leaves[i] if v in stacks}
         # One product over all steps at best, which later reductions know well; else a loop of additions.
         if total := _contracted(node, old, varying):
+            # An addition to zeros would hide the product from the reductions, which look for one equation.
             results[i] = total[0] if i in from_zeros else carry[i] + total[0]
         else:
             results[i] = _added_up(node, old, carry[i], known, varying, loop)

@@ -67,6 +67,7 @@ def _evaluate(program: core.ClosedJaxpr, arguments: Sequence[Any], kept: Collect
 
 def _bind(eqn: core.JaxprEqn, arguments: Sequence[Any], is_kept: bool) -> list[Any]:
     """Applies an equation to whole values; those within it lose their axes of size one."""
+    # Gathers and scatters stay whole, but their windows need not.
     windows = None if is_kept else unit_windows.rule_for(eqn)
     if windows is not None:
         return windows(eqn, arguments)
@@ -79,7 +80,8 @@ def _bind(eqn: core.JaxprEqn, arguments: Sequence[Any], is_kept: bool) -> list[A
     smaller = without_unit_axes(jaxprs.inline(jaxprs.closed(body)))
     if isinstance(body, core.ClosedJaxpr):
         return jaxprs.bind_with(eqn, arguments, {**eqn.params, "jaxpr": smaller})
-    if smaller.consts:  # remat carries none
+    # remat carries a program without constants: where the smaller one has some, the region stays as it is.
+    if smaller.consts:
         return jaxprs.bind(eqn, arguments)
     return jaxprs.bind_with(eqn, arguments, {**eqn.params, "jaxpr": smaller.jaxpr})
 

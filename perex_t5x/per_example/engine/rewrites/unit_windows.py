@@ -69,6 +69,7 @@ def _gathered(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
     )
     sizes = tuple(s for d, s in enumerate(eqn.params["slice_sizes"]) if d not in axes)
     params = {**eqn.params, "dimension_numbers": numbers, "slice_sizes": sizes}
+    # Back in the original shape: who reads the result may need the axes, and reshapes are free.
     out = jaxprs.bind_with(eqn, [jnp.squeeze(operand, axes), indices], params)[0]
     return [jnp.expand_dims(out, places)]
 
