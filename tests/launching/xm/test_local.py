@@ -22,8 +22,8 @@ from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.experiments.sweep.directory import Folder, InUseError
 from perex_t5x.experiments.sweep.runs import Result, Run
 from perex_t5x.launching.xm import local
-from tests.experiments.sweep_support import plan
-from tests.experiments.test_sweep_processes import STAND_IN
+from tests.experiments.sweep.support import plan
+from tests.experiments.sweep.test_processes import STAND_IN
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -15,8 +15,8 @@ from perex_t5x.experiments.studies import base, overhead, preconditioner, sign_p
 from perex_t5x.experiments.studies.base import arms
 from perex_t5x.experiments.sweep import Sweep, axes
 from perex_t5x.experiments.sweep.runs import Result, Run
-from tests.experiments import report_support
-from tests.experiments.sweep_support import BINDINGS, plan
+from tests.experiments.report import support as report_support
+from tests.experiments.sweep.support import BINDINGS, plan
 
 FILES = {"optimizer": ["optimizers/adamw.gin", "optimizers/micro_adam.gin"]}
 

@@ -8,7 +8,7 @@ import pytest
 from perex_t5x.errors import ConfigError
 from perex_t5x.experiments.sweep import Sweep
 from perex_t5x.experiments.sweep.directory import Folder
-from tests.experiments.sweep_support import FILES, plan
+from tests.experiments.sweep.support import FILES, plan
 
 
 def test_product_of_all_axes():

@@ -3,8 +3,8 @@
 import pytest
 
 from perex_t5x.experiments.report.__main__ import main
-from tests.experiments.browser_support import CHROMIUM, Browser
-from tests.experiments.report_support import basin_runs, scaling_runs, write_sweep
+from tests.experiments.report.browser import CHROMIUM, Browser
+from tests.experiments.report.support import basin_runs, scaling_runs, write_sweep
 
 pytest.importorskip("vl_convert", reason="vl-convert-python is not installed (extra 'reports')")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here (on Debian: apt install chromium)")

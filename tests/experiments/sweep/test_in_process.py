@@ -16,7 +16,7 @@ from perex_t5x.experiments.sweep.directory import Folder
 from perex_t5x.experiments.sweep.overview import Overview
 from perex_t5x.train import Training
 from tests import tiny
-from tests.experiments.sweep_support import BINDINGS, FILES, plan, rows, sweep_command
+from tests.experiments.sweep.support import BINDINGS, FILES, plan, rows, sweep_command
 
 
 def run(made, folder, **options):

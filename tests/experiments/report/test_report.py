@@ -12,7 +12,7 @@ from perex_t5x.experiments import report
 from perex_t5x.experiments.report import basins, collapse_plot, curves, dataset, load, noise, page
 from perex_t5x.experiments.report.__main__ import main
 from perex_t5x.experiments.report.plot import LeftOut
-from tests.experiments.report_support import basin_runs, scaling_runs, write_run, write_sweep
+from tests.experiments.report.support import basin_runs, scaling_runs, write_run, write_sweep
 
 pytest.importorskip("vl_convert", reason="vl-convert-python is not installed (extra 'reports')")
 

@@ -9,7 +9,7 @@ from perex_t5x import utils
 from perex_t5x.errors import ConfigError
 from perex_t5x.experiments.sweep import scaling
 from perex_t5x.experiments.sweep.plan import parse_configuration
-from tests.experiments.sweep_support import plan
+from tests.experiments.sweep.support import plan
 
 
 def bound(run):

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from perex_t5x.experiments.sweep.runs import Run
-from tests.experiments.sweep_support import plan, rows, sweep_command
+from tests.experiments.sweep.support import plan, rows, sweep_command
 
 # Behaves as `perex_t5x.train`: writes metrics, prints progress, saves and stops when asked, fails as the seed says.
 STAND_IN = """
