@@ -3,7 +3,7 @@
 Files are searched in the working directory, in `--gin_search_paths`, beside the given files, and in the `gin/` folder
 that ships with the package, so `--gin_file=runs/quickstart.gin` works from any directory.
 
-A first pass reads the files as text only: which macros are defined, which are used, and where. Slips are reported from
+A first pass reads the files as text only: which macros are defined, which are used, and where. Errors are reported from
 it, all with file and line, before any module is configured. Then gin itself parses.
 """
 

@@ -61,7 +61,11 @@ def run(
 
         from perex_t5x.cli import console
 
+        is_parsed = False
+
         def call(words: Sequence[str]) -> int:
+            nonlocal is_parsed
+            is_parsed = True
             args = absl_flags.FLAGS
             if hasattr(sys.stdout, "reconfigure"):  # logs hold any bytes, and a terminal may know ASCII alone
                 sys.stdout.reconfigure(errors="backslashreplace")
@@ -71,8 +75,12 @@ def run(
             return _imported(main)(args, list(words[1:])) if positional else _imported(main)(args)
 
         with flags_lib.defined(None if flags is None else _imported(flags), usage or _doc(main)):
-            app.run(call, argv=flags_lib.rewrite(given), flags_parser=flags_lib.parse)
-        raise AssertionError("app.run does not return")
+            try:
+                app.run(call, argv=flags_lib.rewrite(given), flags_parser=flags_lib.parse)
+            except SystemExit:
+                if is_parsed:
+                    raise
+        return 0  # absl would end with 1 after --help
 
     sys.exit(guarded(start, messages))
 
@@ -134,10 +142,10 @@ def _imported(function: Callable[..., Any] | str, in_main: bool = False) -> Call
     if not isinstance(function, str):
         return function
     module, _, attribute = function.rpartition(".")
-    found = getattr(importlib.import_module(module), attribute)
+    imported = getattr(importlib.import_module(module), attribute)
     if in_main:
-        setattr(sys.modules["__main__"], attribute, found)
-    return found
+        setattr(sys.modules["__main__"], attribute, imported)
+    return imported
 
 
 def _doc(function: Callable[..., Any] | str) -> str | None:

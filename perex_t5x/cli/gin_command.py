@@ -76,7 +76,6 @@ def _connect_processes(args: Any) -> None:
     )
     if here is None:
         return
-    status.is_process(here.index)
     console.set_up(everything=args.alsologtostderr, quiet=here.index > 0)
     logging.info("%d processes, found through %s; coordinator %s", here.count, here.source, here.address)
     distributed.check_same("software", {**distributed.consistency.software_items(), "--dry_run": str(args.dry_run)})

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from perex_t5x.cli import status
 from perex_t5x.distributed import consistency, process_info, rendezvous
 from perex_t5x.distributed import store as store_lib
 from perex_t5x.distributed.group import Group, abort_as_usual, on_abort
@@ -71,6 +72,7 @@ def connect(
     )
     if info is None:
         return None
+    status.is_process(info.index)
     hosts = rendezvous.meet(info, initialization_timeout)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
@@ -101,7 +103,7 @@ def connect(
 
 
 def _explain_abort() -> None:
-    """Ends the process with our own words if JAX aborts it because process 0 is gone."""
+    """Ends the process with our own message if JAX aborts it because process 0 is gone."""
     if _group is None or _info is None:
         return
     try:

@@ -46,7 +46,6 @@ def among_others(args, how):
         initialization_timeout=args.initialization_timeout,
         heartbeat_timeout=args.heartbeat_timeout,
     )
-    status.is_process(info.index)
     index, _, what = how.partition(" ")
     if info.index == int(index):
         if what == "dies":

@@ -15,20 +15,32 @@ def run(*arguments, cwd="/"):
     )
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "infer", "bench"])
-def test_help_does_not_load_tensorflow(command, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("train", "profile_steps"),
+        ("eval", "gin_file"),
+        ("infer", "gin_file"),
+        ("bench", "gin_file"),
+        ("preflight", "compare"),
+        ("preflight.collectives", "[no]each"),
+        ("experiments.sweep", "[no]together"),
+        ("experiments.study", "[no]quick"),
+        ("experiments.report", "figures"),
+    ],
+)
+def test_help_lists_the_flags_and_loads_neither_tensorflow_nor_jax(command, flag, tmp_path):
     code = (
         "import runpy, sys\n"
         f"sys.argv = ['{command}', '--help']\n"
         "try:\n"
         f"    runpy.run_module('perex_t5x.{command}', run_name='__main__')\n"
-        "except SystemExit:\n"
-        "    pass\n"
-        "print('TENSORFLOW' if 'tensorflow' in sys.modules else 'LEAN')\n"
+        "except SystemExit as e:\n"
+        "    print(e.code, [name for name in ('tensorflow', 'jax') if name in sys.modules])\n"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ENV, capture_output=True, text=True)
-    assert result.stdout.splitlines()[-1] == "LEAN", result.stderr
-    assert "--gin_file" in result.stdout
+    assert result.stdout.splitlines()[-1] == "0 []", result.stderr
+    assert f"\n  --{flag}: " in result.stdout
 
 
 def test_dry_run_from_another_directory_with_a_ported_file(tmp_path):

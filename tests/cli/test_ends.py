@@ -101,6 +101,7 @@ def test_the_others_do_not_come(tmp_path, index, message):
     port = local.free_port()
     code, found, _ = ended(tmp_path, "0 dies", *flags(port, index), "--initialization_timeout=1")
     assert (code, found.reason) == (6, Reason.UNREACHABLE) and message in found.message and found.reason.retryable
+    assert found.process_index == index
 
 
 def test_the_coordinator_is_lost_after_meeting(tmp_path):

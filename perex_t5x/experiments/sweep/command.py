@@ -66,8 +66,8 @@ def carry_out(args: Any, run_plan: Callable[[Plan, str], list[Result]]) -> int:
         from perex_t5x.experiments.sweep.directory import Folder
         from perex_t5x.experiments.sweep.runs import absolute
 
-        if slips := Folder(absolute(folder)).check(plan):
-            raise ConfigError("\n".join(slips))
+        if problems := Folder(absolute(folder)).check(plan):
+            raise ConfigError("\n".join(problems))
         for run in plan.runs:
             print(f"  {run.name}: {'; '.join(run.own_bindings)}")
         print("dry run: the sweep is fine. Nothing was run.")

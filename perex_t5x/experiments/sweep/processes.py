@@ -18,7 +18,7 @@ from perex_t5x.cli import status as status_lib
 from perex_t5x.cli import subprocesses
 from perex_t5x.cli.status import Status
 from perex_t5x.errors import Reason
-from perex_t5x.experiments.sweep import directory as folders
+from perex_t5x.experiments.sweep import directory
 from perex_t5x.experiments.sweep.overview import Overview
 from perex_t5x.experiments.sweep.runs import FAILED, STOPPED, Result, Run
 
@@ -56,11 +56,11 @@ class RunProcess:
         """After its end."""
         status, seconds = self.process.status(), time.monotonic() - self._begun
         if status.reason is Reason.DONE:
-            return folders.result_of_metrics(self.run, self.folder, seconds)
+            return directory.result_of_metrics(self.run, self.folder, seconds)
         if was_stopped(status):
             return Result(self.run.name, STOPPED, seconds=seconds, values=self.run.values)
         if status.reason is Reason.DIVERGED:
-            return folders.result_of_metrics(self.run, self.folder, seconds, FAILED, divergence(status))
+            return directory.result_of_metrics(self.run, self.folder, seconds, FAILED, divergence(status))
         error = failure(status, self.log)
         return Result(self.run.name, FAILED, seconds=seconds, error=error, values=self.run.values)
 
