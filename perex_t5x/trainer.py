@@ -151,10 +151,10 @@ class Trainer:
 
     def gradient(self, state: TrainState, batch: Batch) -> Gradient:
         """Loss, metric sums, gradient, and the statistics that the optimizer reads."""
-        shardings = self.param_shardings(batch)
-        if self.has_plain_gradient(state.params):
+        needs, shardings = self.needs(state.params), self.param_shardings(batch)
+        if self._is_plain(needs):
             return batch_gradient(self.model, state, batch, shardings, self.options)
-        return gradient_with_statistics(self.model, state, batch, self.needs(state.params), shardings, self.options)
+        return gradient_with_statistics(self.model, state, batch, needs, shardings, self.options)
 
     def needs(self, params: Any) -> tuple[str | Statistic, ...]:
         """The statistics that the optimizer reads; `params` may be shapes."""
@@ -162,8 +162,10 @@ class Trainer:
 
     def has_plain_gradient(self, params: Any) -> bool:
         """Whether the mean is all that is asked for, so that examples need not be told apart; `params` may be shapes."""
-        clips_or_skips = self.options.clip_norm is not None or self.options.non_finite != "keep"
-        return not clips_or_skips and self.needs(params) == ("mean",)
+        return self._is_plain(self.needs(params))
+
+    def _is_plain(self, needs: tuple[str | Statistic, ...]) -> bool:
+        return needs == ("mean",) and self.options.clip_norm is None and self.options.non_finite == "keep"
 
     def monitor_step(self, state: TrainState, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
         """What the monitor sees of the step that `train_step` would make: its new averages, and values to log."""

@@ -92,10 +92,6 @@ class BaseTransformerModel(abc.ABC):
     def config(self) -> T5Config:
         return self.module.config
 
-    @property
-    def num_heads(self) -> int:
-        return self.config.num_heads
-
     def sharded_dimensions(self) -> dict[str, int]:
         """Sizes that the mesh's `model` axis must divide."""
         return {
