@@ -18,7 +18,6 @@ from etils import epath
 from perex_t5x import files
 from perex_t5x.errors import writing_failed
 from perex_t5x.hardware.chips import peak_flops
-from perex_t5x.models import protocol
 
 
 class MetricSums:
@@ -69,7 +68,7 @@ def summarize(model: Any, sums: Mapping[str, float], objective: float) -> dict[s
     >>> summarize(None, {"examples": 4.0, "accuracy": 3.0}, 0.5)
     {'loss': 0.5, 'accuracy': 0.75}
     """
-    if protocol.has(model, protocol.SummarizesMetrics):
+    if hasattr(model, "summarize_metrics"):
         return model.summarize_metrics(sums, objective)
     examples = sums.get("examples", 0.0)
     kept = {name: value for name, value in sums.items() if name not in ("examples", "loss", "non_finite_examples")}
@@ -81,6 +80,16 @@ def loss_metric(model: Any) -> str:
     return getattr(model, "loss_metric", "loss")
 
 
+def loss_of(row: Mapping[str, Any]) -> float | None:
+    """The loss in a line of `metrics.jsonl`: per target token for language models, else the objective; None without one.
+
+    >>> loss_of({"step": 1, "loss": 0.5}), loss_of({"loss": 8.0, "loss_per_nonpadding_target_token": 2.0}), loss_of({})
+    (0.5, 2.0, None)
+    """
+    value = row.get("loss_per_nonpadding_target_token", row.get("loss"))
+    return None if value is None else float(value)
+
+
 def throughput(model: Any) -> Mapping[str, str]:
     """Name -> sum of what a model is also timed by, besides examples."""
     return getattr(model, "throughput", {})
@@ -88,7 +97,7 @@ def throughput(model: Any) -> Mapping[str, str]:
 
 def flops_per_step(model: Any, batch_spec: Mapping[str, Any]) -> float | None:
     """FLOPs of a step with such batches; None for a model that does not count them."""
-    if not protocol.has(model, protocol.CountsFlops):
+    if not hasattr(model, "flops_per_step"):
         return None
     lengths = {name: spec.shape[1] for name, spec in batch_spec.items() if len(spec.shape) > 1}
     return model.flops_per_step(next(iter(batch_spec.values())).shape[0], lengths)

@@ -13,6 +13,7 @@ import pytest
 
 from perex_t5x import gin_utils, infer, optimizers
 from perex_t5x.errors import ConfigError
+from perex_t5x.experiments.report import load
 from perex_t5x.models import protocol
 from perex_t5x.partitioning import PjitPartitioner, standard_logical_axis_rules
 from perex_t5x.trainer import Trainer, example_keys
@@ -56,6 +57,8 @@ def test_the_page_trains(folder, tmp_path, gin_file):
     assert valid[60]["loss"] < valid[30]["loss"] < 1.1 and valid[60]["accuracy"] > 0.7
     assert last["timing/seqs_per_second"] > 0 and last["per_example/non_finite_examples"] == 0
     assert not [name for name in {*last, *valid[60]} if "token" in name or "z_loss" in name or "flops" in name]
+    loaded = load.read_run(str(tmp_path), "points")  # as the report reads it
+    assert loaded.evaluation[1][-1] == valid[60]["loss"] and loaded.training[1][-1] == last["loss"]
     # MicroAdam's second moment is that of single examples: it needs their statistics.
     assert {"mu", "nu"} <= {
         str(getattr(k, "name", "")) for p, _ in jax.tree.leaves_with_path(state.opt_state) for k in p

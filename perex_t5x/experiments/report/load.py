@@ -127,15 +127,16 @@ def _from_metrics(run: LoadedRun, text: str) -> None:
         except (ValueError, KeyError, TypeError):
             unreadable += bool(line.strip()) and i + 1 < len(lines)  # the last one may be half-written
             continue
+        loss = row.get(LOSS, row.get("loss"))  # models that are not language models have the second alone
         if name == "train":
-            if LOSS in row:
-                training[step] = number(row[LOSS])
+            if loss is not None:
+                training[step] = number(loss)
             for key in row:
                 if key.startswith(_MONITORED):
                     monitored.setdefault(key.removeprefix("per_example/"), {})[step] = number(row[key])
-        elif name.startswith(_EVAL) and LOSS in row:
+        elif name.startswith(_EVAL) and loss is not None:
             tasks.add(name)
-            evaluation.setdefault(step, []).append(number(row[LOSS]))
+            evaluation.setdefault(step, []).append(number(loss))
     run.training = _curve(training)
     run.evaluation = _curve({step: float(np.mean(values)) for step, values in evaluation.items()})
     run.monitored = {key: _curve(values) for key, values in monitored.items()}

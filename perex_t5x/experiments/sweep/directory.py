@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from perex_t5x.errors import ConfigError
 from perex_t5x.experiments.sweep.runs import DONE, FAILED, Result, Run
 from perex_t5x.files import write_atomically
+from perex_t5x.metrics import loss_of
 
 if TYPE_CHECKING:
     from perex_t5x.experiments.sweep.plan import Plan
@@ -183,7 +184,6 @@ def result_of_metrics(run: Run, folder: str, seconds: float, status: str = DONE,
 def _read_metrics(path: str) -> tuple[tuple[int, float] | None, dict[int, list[float]]]:
     """(step and loss of the last log line), {step: validation losses of the tasks}."""
     train, evaluations = None, {}
-    name = "loss_per_nonpadding_target_token"
     try:
         with open(path, encoding="utf-8") as f:
             lines = f.readlines()
@@ -194,12 +194,13 @@ def _read_metrics(path: str) -> tuple[tuple[int, float] | None, dict[int, list[f
             row = json.loads(line)
         except ValueError:
             continue  # half-written
-        if name not in row:
+        loss = loss_of(row)
+        if loss is None:
             continue
         if row["name"] == "train":
-            train = row["step"], float(row[name])
+            train = row["step"], loss
         elif row["name"].startswith("training_eval/"):
-            evaluations.setdefault(row["step"], []).append(float(row[name]))
+            evaluations.setdefault(row["step"], []).append(loss)
     return train, evaluations
 
 

@@ -21,8 +21,8 @@ from perex_t5x.errors import Reason
 from perex_t5x.experiments.sweep import directory
 from perex_t5x.experiments.sweep.overview import Overview
 from perex_t5x.experiments.sweep.runs import FAILED, STOPPED, Result, Run
+from perex_t5x.metrics import loss_of
 
-_LOSS = "loss_per_nonpadding_target_token"
 _PERIOD = 0.2  # seconds between looks
 
 
@@ -46,8 +46,8 @@ class RunProcess:
         for line in reversed(subprocesses.read_tail(os.path.join(self.folder, "metrics.jsonl"), 20_000).splitlines()):
             try:
                 row = json.loads(line)
-                if row["name"] == "train" and _LOSS in row:
-                    return row["step"], float(row[_LOSS])
+                if row["name"] == "train" and (loss := loss_of(row)) is not None:
+                    return row["step"], loss
             except (ValueError, KeyError, TypeError):
                 continue  # half of a line
         return None

@@ -98,7 +98,7 @@ class Result:
       status: done, failed, stopped or waiting.
       final: whether starting the sweep again would leave it as it is: done, or diverged.
       train_loss: per target token, averaged over the last log period.
-      eval_loss: the last validation `loss_per_nonpadding_target_token`; of several tasks the mean.
+      eval_loss: the last validation loss (`perex_t5x.metrics.loss_of`); of several tasks the mean.
       best_eval_loss: the smallest of the run.
       seconds: of the run, without waiting.
       error: why it failed.
