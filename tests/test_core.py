@@ -11,10 +11,26 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # What the extras bring; the import of any of these fails in the default test.
-EXTRAS = (
-    "absl array_record clu etils flax gin grain libtpu orbax rich seqio tensorboard tensorflow tensorflow_datasets "
-    "tensorstore vl_convert xmanager yaml"
-).split()
+EXTRAS = [
+    "absl",
+    "array_record",
+    "clu",
+    "etils",
+    "flax",
+    "gin",
+    "grain",
+    "libtpu",
+    "orbax",
+    "rich",
+    "seqio",
+    "tensorboard",
+    "tensorflow",
+    "tensorflow_datasets",
+    "tensorstore",
+    "vl_convert",
+    "xmanager",
+    "yaml",
+]
 
 
 def readme_example() -> str:
