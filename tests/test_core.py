@@ -12,24 +12,21 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # What the extras bring; the import of any of these fails in the default test.
 EXTRAS = [
-    "absl",
-    "array_record",
-    "clu",
-    "etils",
-    "flax",
-    "gin",
-    "grain",
-    "libtpu",
-    "orbax",
-    "rich",
-    "seqio",
-    "tensorboard",
-    "tensorflow",
-    "tensorflow_datasets",
-    "tensorstore",
-    "vl_convert",
-    "xmanager",
-    "yaml",
+    *(
+        "absl",
+        "array_record",
+        "clu",
+        "etils",
+        "flax",
+        "gin",
+        "grain",
+        "libtpu",
+        "orbax",
+        "rich",
+        "seqio",
+        "tensorboard",
+    ),
+    *("tensorflow", "tensorflow_datasets", "tensorstore", "vl_convert", "xmanager", "yaml"),
 ]
 
 
