@@ -4,9 +4,9 @@
       --gin_file=optimizers/micro_adam.gin --gin.TASK_FEATURE_LENGTHS="{'targets': 1024}" --topology=v5e:4x4
 
 Compiles the real, sharded train step of the Gin files and prints memory, cycles, collectives, the cost of the per-example
-statistics, and each parameter's form. --slices for several slices; --compare=adamw,micro_adam for columns side by side, each
-an optimizer or Gin files (a.gin+b.gin); --json and --html write files. Where the step does not fit, a change that would is
-searched for, unless --no_search. Ends with 0 if everything fits, with 1 if not. Needs pip install 'perex_t5x[tpu]'.
+statistics, and how each parameter's are reduced. --slices for several slices; --compare=adamw,micro_adam for columns side by
+side, each an optimizer or Gin files (a.gin+b.gin); --json and --html write files. Where the step does not fit, a change that
+makes it fit is searched for, unless --no_search. Exit code 0 if everything fits, 1 if not. Needs the extra perex_t5x[tpu].
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def _main(args: Any) -> int:
     for path in (args.json, args.html):
         _check_writable(path)
     command.start(args)
-    # Only now: these look for a device when they are imported.
+    # Not earlier: importing these may use a device.
     import jax
 
     from perex_t5x.cli import spinner
     from perex_t5x.preflight import account, render, render_html, report_cache, search, step
 
     columns = search.cases(args.gin_file, args.gin_bindings, args.gin_search_paths, args.compare)
-    # It cannot read programs for devices that are not there, and would warn of each.
+    # JAX's cache cannot read programs for devices that are not there, and would warn about each.
     jax.config.update("jax_enable_compilation_cache", False)
     cache, line = report_cache.ReportCache(report_cache.default_folder()), spinner.Working()
     reports, searches = [], []
@@ -58,7 +58,7 @@ def _check_writable(path: str | None) -> None:
     """Before minutes of compiling."""
     if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
         raise ConfigError(
-            f"cannot write {path}: there is no folder {os.path.dirname(os.path.abspath(path))}. Make it first."
+            f"cannot write {path}: there is no folder {os.path.dirname(os.path.abspath(path))}. Create it first."
         )
 
 
@@ -77,9 +77,9 @@ def define_flags() -> None:
     flags.DEFINE_list(
         "compare", [], "Columns: optimizers (adamw,micro_adam) or Gin files (a.gin+b.gin), added to the files."
     )
-    flags.DEFINE_string("json", None, "Write everything that was found to this file.")
+    flags.DEFINE_string("json", None, "Write the whole report to this file, as JSON.")
     flags.DEFINE_string("html", None, "Write a page with plots to this file.")
-    flags.DEFINE_bool("no_search", False, "Where the step does not fit, do not look for a change that would.")
+    flags.DEFINE_bool("no_search", False, "Where the step does not fit, do not search for a change that makes it fit.")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -73,7 +73,7 @@ class PreflightReport:
 
     @property
     def fits(self) -> bool | None:
-        """None on a CPU, whose memory is not a chip's."""
+        """None for fake CPU devices, which have no memory of their own."""
         if self.target.chip is None:
             return None
         return self.step is not None and self.step.peak_bytes <= self.target.chip.hbm_bytes
@@ -355,8 +355,8 @@ class ParameterReduction:
     Attributes:
       parameter: its name.
       shape: of the part that one device has over the data axes.
-      form: see `perex_t5x.per_example.reductions.reducer`.
-      norm_form: that of the pass for the norms, where clipping or skipping needs one; else ''.
+      reduction: see `perex_t5x.per_example.reductions.reducer`.
+      norm_reduction: that of the pass for the norms, where clipping or skipping needs one; else ''.
       transient_bytes: of per-example gradients held at a time, on one device.
       note: why there is no better one.
       kernel: why no kernel does it; '' where one does, None where there is none for it.
@@ -364,8 +364,8 @@ class ParameterReduction:
 
     parameter: str
     shape: tuple[int, ...]
-    form: str
-    norm_form: str
+    reduction: str
+    norm_reduction: str
     transient_bytes: int
     note: str
     kernel: str | None = None
@@ -394,16 +394,16 @@ def reductions_of_step(
 
 def _rows(params: Any, how: ReductionTrace) -> tuple[ParameterReduction, ...]:
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    norm_forms = [r.reduction for r in how.norm_reductions] if how.norm_reductions else [""] * len(leaves)
+    norm_reductions = [r.reduction for r in how.norm_reductions] if how.norm_reductions else [""] * len(leaves)
     return tuple(
         ParameterReduction(
             keystr(path, simple=True, separator="/"),
             tuple(leaf.shape),
             r.reduction,
-            norm_form,
+            norm_reduction,
             int(r.transient_bytes),
             r.note,
             r.kernel,
         )
-        for (path, leaf), r, norm_form in zip(leaves, how.reductions, norm_forms, strict=True)
+        for (path, leaf), r, norm_reduction in zip(leaves, how.reductions, norm_reductions, strict=True)
     )

@@ -1,12 +1,11 @@
-"""The collectives of a training step, from the compiled program: what goes over which axes, how often, how many bytes.
+"""The collectives of a training step, from the compiled program: over which axes, how often, how many bytes.
 
     python -m perex_t5x.preflight.collectives --gin_file=models/150m.gin --gin_file=runs/pretrain.gin \\
       --gin_file=meshes/fsdp.gin --gin.TASK_FEATURE_LENGTHS="{'targets': 1024}" --topology=v5e:4x4
 
 Compiles for a TPU slice without one (`--topology`, with `--slices` for several), or for fake CPU devices (`--devices=8`).
-A file of `meshes/` that is named after a pod brings its topology along. `--markdown` prints the table as Markdown, `--each`
-one line for every collective in the program. MODEL_DIR, TRAIN_STEPS and MIXTURE_OR_TASK_NAME need not be given: no data
-is read.
+A file of `meshes/` that is named after a pod sets its topology. `--markdown` prints the table as Markdown, `--each` one line
+for every collective in the program. MODEL_DIR, TRAIN_STEPS and MIXTURE_OR_TASK_NAME need not be given: no data is read.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from perex_t5x.preflight import command
 
 def _main(args: Any) -> None:
     command.start(args)
-    # Only now: these look for a device when they are imported.
+    # Not earlier: importing these may use a device.
     from perex_t5x.preflight import account, render, step
 
     step.parse_gin(args.gin_file, args.gin_bindings, args.gin_search_paths)

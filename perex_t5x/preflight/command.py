@@ -18,7 +18,7 @@ def define_flags() -> None:
 
 
 def start(args: Any) -> None:
-    """Checks the shared flags and makes the CPU the backend. Before anything that looks for a device is imported."""
+    """Checks the shared flags and makes the CPU the backend. Before importing anything that may use a device."""
     if not args.gin_file:
         raise ConfigError("no --gin_file given: those of a training, such as models/150m.gin and runs/pretrain.gin.")
     if args.devices is not None and args.topology:

@@ -58,9 +58,9 @@ _EXIT = re.compile(r"%(\w+) = scmp\.ge\.[su]32\.totalorder %\w+, (\d+) /\* loop 
 _START = re.compile(r"Start(?:/End empty)? region (\d+)")
 _WINDOW = re.compile(r"The window shape is \w+\[([\d,]*)\], while the full shape is \w+\[([\d,]*)\]")
 
-_DELAY = 4  # bundles after a branch that run all the same
+_DELAY = 4  # bundles after a branch that run regardless
 _LARGE = 64  # shorter conditional parts count as if they always ran
-_PIPELINE = 2  # turns of the grid's loop in which the body rests: the first blocks come in, the last go out
+_PIPELINE = 2  # iterations of the grid's loop without the body: the first blocks are fetched, the last written
 
 
 def kernel_cycles(program: Program, chip: Chip, cache: ReportCache | None = None) -> dict[str, int]:
@@ -132,10 +132,9 @@ class Kernel:
     Attributes:
       name: the kernel's own, without the number that makes it unique.
       operands, results: (dtype, shape) of each.
-      config: what the compiler is told of it, as JSON; the kernel itself is in it.
+      config: its configuration for the compiler, as JSON, including the kernel itself.
       aliases: (operand, result) that share memory.
-      flops, bytes: what the kernel says of itself (`pl.CostEstimate`); 0 FLOPs, and its operands and results once, where
-        it says nothing.
+      flops, bytes: the kernel's own `pl.CostEstimate`; without one 0 FLOPs, and its operands and results once.
     """
 
     name: str
@@ -204,14 +203,15 @@ def _arrays(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the text of one kernel says.
+    """The static schedule of one kernel.
 
     Attributes:
       bundles: in the text.
-      loops: (first bundle, last bundle, turns), outermost first; turns None where they are not a constant.
-      parts: (first bundle, last bundle) of what a branch can skip, in order, large ones only, without the grid's body.
+      loops: (first bundle, last bundle, trip count), outermost first; the count is None where it is not a constant.
+      parts: (first bundle, last bundle) of the parts that a branch can skip, in order, large ones only, without the
+        grid's body.
       body: (first, last) of the grid's body; None where the kernel has no grid.
-      windows: (block, array) shapes of what the pipeline moves.
+      windows: (block, array) shapes that the pipeline moves.
     """
 
     bundles: int
@@ -258,7 +258,7 @@ def parse_schedule(text: str) -> Schedule:
         first, last, _ = loops[0]
         inside = [s for s in skips if first <= s[0] and s[1] <= last]
         widest = max(inside, key=lambda s: s[1] - s[0], default=None)
-        # The grid's body holds all that the loop does, but for the blocks' coming and going.
+        # The grid's body is everything that the loop does, except for fetching and writing blocks.
         if widest is not None and 2 * (widest[1] - widest[0]) > last - first:
             body = widest
     windows = dict.fromkeys((_sizes(block), _sizes(array)) for block, array in _WINDOW.findall(text))
@@ -266,7 +266,7 @@ def parse_schedule(text: str) -> Schedule:
 
 
 def _bundles(text: str) -> list[str]:
-    """The lines of bundles, each with the comments that run on below it."""
+    """The lines of bundles, each with the comments that continue below it."""
     bundles: list[str] = []
     for line in text.splitlines():
         if _BUNDLE.match(line):
@@ -290,7 +290,7 @@ def chunks_of(schedule: Schedule) -> tuple[int, int]:
 
 
 def schedule_cycles(kernel: Kernel, text: str) -> int:
-    """Cycles of a kernel's schedule; of a kernel that is not ours, conditional parts count at every step of the grid."""
+    """Cycles of a kernel's schedule; for kernels that are not ours, conditional parts count at every step of the grid."""
     schedule = parse_schedule(text)
     shares: Sequence[float] | None = None
     if kernel.name == matmul.NAME:

@@ -1,11 +1,11 @@
-"""What mean and mean square cost beside the plain gradient, five ways, for shipped models and chips: a table of the docs.
+"""The cycles and memory of mean and mean square, computed five ways, for shipped models and chips: docs/overhead.md.
 
     python -m perex_t5x.preflight.overhead                                       # everything; hours
     python -m perex_t5x.preflight.overhead --models=150m --chips=v5e --out=-     # some of it, to the terminal
 
-Gradients alone are compiled, without an optimizer, for 4 chips with 8 examples each. Every chip has all parameters; where
-the plain gradient then does not fit, they are sharded (FSDP), and only the ways that can have it so are compiled. What was
-compiled once is kept, as by `python -m perex_t5x.preflight`.
+Only gradients are compiled, without an optimizer, for 4 chips with 8 examples per device. Every device has all parameters;
+where the plain gradient then does not fit, they are sharded (FSDP), and only the ways that support this are compiled.
+Reports are cached, as by `python -m perex_t5x.preflight`.
 
 | way | |
 |---|---|
@@ -15,8 +15,8 @@ compiled once is kept, as by `python -m perex_t5x.preflight`.
 | surgery | `per_example.grad_statistics(..., kernels=False)` |
 | surgery + kernels | `per_example.grad_statistics` |
 
-The plain gradient is compiled for all of a chip's examples at once and for one at a time; what takes fewer cycles counts.
-Where that is one at a time, surgery has the same choice.
+The plain gradient is compiled for all of a device's examples at once and for one at a time; the one with fewer cycles
+counts. Where that is one at a time, surgery has the same choice.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from perex_t5x.hardware.slices import known_topologies, num_chips
 PLAIN, VMAP, MICRO_GRAD, SURGERY, KERNELS = "plain", "vmap", "micro_grad", "surgery", "surgery + kernels"
 WAYS = (PLAIN, VMAP, MICRO_GRAD, SURGERY, KERNELS)
 STATISTICS = ("mean", "mean_square")
-EXAMPLES_A_CHIP = 8
+EXAMPLES_PER_DEVICE = 8
 OUT = "docs/overhead.md"
 
 # Gin files and bindings; the encoder-decoder is scanned here, so that it compiles in minutes.
@@ -90,9 +90,9 @@ def rows(models: Sequence[str], chips: Sequence[str], cache: Any, working: Any) 
     for model in models:
         for chip in chips:
             for mesh, ways in (("dp", WAYS), ("fsdp", (PLAIN, SURGERY, KERNELS))):
-                found = list(_rows_on(model, chip, mesh, ways, cache, working))
-                yield from found
-                if any(row.cycles is not None for row in found[1:]):
+                compiled = list(_rows_on(model, chip, mesh, ways, cache, working))
+                yield from compiled
+                if any(row.cycles is not None for row in compiled[1:]):
                     break
 
 
@@ -102,7 +102,7 @@ def _rows_on(model: str, chip: str, mesh: str, ways: Sequence[str], cache: Any, 
     files, bindings = MODELS[model]
     devices = tpu_devices(topologies()[chip])
     files = [*files, "runs/pretrain.gin", f"meshes/{mesh}.gin"]
-    trainer, spec = step.build(files, [*bindings, f"BATCH_SIZE = {EXAMPLES_A_CHIP * len(devices)}"], devices)
+    trainer, spec = step.build(files, [*bindings, f"BATCH_SIZE = {EXAMPLES_PER_DEVICE * len(devices)}"], devices)
     plain, sizes = None, (False, True)
     for way in ways:
         reports = {}
@@ -145,11 +145,11 @@ def _programs(way: str, trainer: Any, sizes: Sequence[bool]) -> dict[bool, Calla
     from perex_t5x import gradients
 
     def plain(one_at_a_time: bool, state: Any, batch: Any) -> Any:
-        options = dataclasses.replace(trainer.options, num_microbatches=EXAMPLES_A_CHIP if one_at_a_time else 1)
+        options = dataclasses.replace(trainer.options, num_microbatches=EXAMPLES_PER_DEVICE if one_at_a_time else 1)
         return gradients.batch_gradient(trainer.model, state, batch, trainer.param_shardings(batch), options).mean
 
     def statistics(one_at_a_time: bool, state: Any, batch: Any, kernels: bool = True, method: str = "surgery") -> Any:
-        count = EXAMPLES_A_CHIP if one_at_a_time else 1
+        count = EXAMPLES_PER_DEVICE if one_at_a_time else 1
         options = dataclasses.replace(trainer.options, num_microbatches=count, kernels=kernels)
         shardings = trainer.param_shardings(batch)
         gradient = gradients.gradient_with_statistics(
@@ -209,20 +209,20 @@ def _micro_grad(trainer: Any, state: Any, batch: Any) -> Any:
 
 _HEADER = """# The cost of mean and mean square
 
-Made by `python -m perex_t5x.preflight.overhead`, whose help says what is compiled. Cycles and temporary memory (HBM) are
-multiples of the plain gradient's, each at the better of two microbatch sizes: all 8 examples of a chip at once, or one at a
-time (marked ¹). How cycles are counted, and what is not: [preflight.md](preflight.md). *dp*: every chip has all parameters.
-*fsdp*: they are sharded, and one example at a time gathers them for each; no collective is counted. A dash: does not fit on
-the chip; an empty cell: not possible, or not compiled.
+Made by `python -m perex_t5x.preflight.overhead`, whose help describes what is compiled. Cycles and temporary memory (HBM)
+are multiples of the plain gradient's, each at the better of two microbatch sizes: all 8 examples of a device at once, or one
+at a time (marked ¹). How cycles are counted, and what is not: [preflight.md](preflight.md). *dp*: every device has all
+parameters. *fsdp*: they are sharded, and one example at a time gathers them for each; collectives are not counted. A dash:
+does not fit on the device; an empty cell: not possible, or not compiled.
 """
 
 
-def as_markdown(found: Sequence[Row]) -> str:
+def as_markdown(rows: Sequence[Row]) -> str:
     """The page."""
     lines = ["| model | chip | mesh | | " + " | ".join(WAYS) + " |", "|---|---|---|---|" + "---|" * len(WAYS)]
-    keys = dict.fromkeys((r.model, r.chip, r.mesh) for r in found)
+    keys = dict.fromkeys((r.model, r.chip, r.mesh) for r in rows)
     for key in keys:
-        mine = {r.way: r for r in found if (r.model, r.chip, r.mesh) == key}
+        mine = {r.way: r for r in rows if (r.model, r.chip, r.mesh) == key}
         if mine[PLAIN].cycles is None:
             continue
         for what, cell in (("cycles", _cycles_cell), ("temporaries", _temp_cell)):
@@ -258,17 +258,17 @@ def main(args: Any) -> None:
     from perex_t5x.cli import spinner
     from perex_t5x.preflight import report_cache
 
-    found: list[Row] = []
+    done: list[Row] = []
     for row in rows(models, chips, report_cache.ReportCache(report_cache.default_folder()), spinner.Working()):
-        found.append(row)
+        done.append(row)
         ratio = (
             "does not fit" if row.cycles is None else f"cycles {row.cycles_ratio:.3f}, temporaries {row.temp_ratio:.3f}"
         )
         print(f"{row.model} {row.chip} {row.mesh} {row.way}: {ratio}", file=sys.stderr, flush=True)
-        if args.out != "-":  # after each: hours may be lost otherwise
-            Path(args.out).write_text(as_markdown(found), encoding="utf-8")
+        if args.out != "-":  # after each row: otherwise hours may be lost
+            Path(args.out).write_text(as_markdown(done), encoding="utf-8")
     if args.out == "-":
-        print(as_markdown(found))
+        print(as_markdown(done))
 
 
 def define_flags() -> None:

@@ -37,7 +37,7 @@ _WIDTH = 160  # where the output is no terminal
 
 
 def show(reports: Sequence[PreflightReport], searches: Sequence[Search], stream: TextIO) -> None:
-    """Prints the table, what would make a step fit, the collectives and the coverage."""
+    """Prints the table, what would make a step fit, the collectives and the reductions."""
     console = Console(file=stream, highlight=False, width=None if stream.isatty() else _WIDTH)
     for line in dict.fromkeys(described(r) for r in reports):
         console.print(escape(line), soft_wrap=True)
@@ -185,16 +185,14 @@ def _tokens(report: PreflightReport) -> str:
 def reduction_rows(reductions: Iterable[ParameterReduction]) -> list[tuple[str, ...]]:
     """Rows below `REDUCTIONS_HEADER`; layers with equal rows are one row."""
     groups: dict[tuple[str, ...], int] = {}
-    for f in reductions:
-        name = re.sub(r"(layers)_\d+", r"\1_*", f.parameter)
-        form = f"{f.form}; for the norms {f.norm_form}" if f.norm_form else f.form
+    for r in reductions:
         row = (
-            name,
-            " x ".join(map(str, f.shape)),
-            form,
-            format_bytes(f.transient_bytes),
-            kernel_cell(f.kernel),
-            f.note,
+            re.sub(r"(layers)_\d+", r"\1_*", r.parameter),
+            " x ".join(map(str, r.shape)),
+            f"{r.reduction}; for the norms {r.norm_reduction}" if r.norm_reduction else r.reduction,
+            format_bytes(r.transient_bytes),
+            kernel_cell(r.kernel),
+            r.note,
         )
         groups[row] = groups.get(row, 0) + 1
     return [(f"{row[0]} ({n} layers)" if n > 1 else row[0], *row[1:]) for row, n in groups.items()]

@@ -123,8 +123,8 @@ class Search:
         return next((t for t in self.trials if t.fits), None)
 
     def lines(self) -> list[str]:
-        found = self.found
-        end = f"this fits: {found.change} ({found.note})" if found else "nothing that was tried fits."
+        fitting = self.found
+        end = f"this fits: {fitting.change} ({fitting.note})" if fitting else "nothing that was tried fits."
         tried = [f"  tried {t.change}: {t.note}" for t in self.trials if not t.fits]
         return [f"{self.name} does not fit.", *tried, f"  {end}"]
 
@@ -167,14 +167,14 @@ def changes(trainer: Trainer, examples: int, target: CompileTarget) -> Iterator[
     together = (*here[-1:], *others)
     if len(together) > 1:
         yield Change(together, target)
-    # On a larger slice each chip has fewer examples, which is what microbatches are for.
+    # Without microbatches: on a larger slice each device already has fewer examples.
     if others:
         for larger in target.larger():
             yield Change(tuple(others), larger, moved=True)
 
 
 def _microbatches(trainer: Trainer, examples: int) -> list[int]:
-    """Twice, four times ... as many as now, down to one group of examples a device."""
+    """Twice, four times ... as many as now, down to one group of examples per device."""
     on_device = examples // trainer.partitioner.data_parallel_size
     counts, count = [], 2 * trainer.options.num_microbatches
     while on_device % count == 0 and (on_device // count) % trainer.options.group_size == 0:

@@ -99,7 +99,7 @@ class CompileTarget:
 
 
 class _Devices(list):
-    """Gin copies what is bound to an argument; devices stay the same ones."""
+    """Gin deep-copies bound values; devices must stay the same objects."""
 
     def __deepcopy__(self, memo: Any) -> _Devices:
         return self

@@ -72,14 +72,14 @@ def test_the_plain_step_beside_it(on_cpus):
 def test_reductions_are_those_of_the_real_step(on_cpus):
     _, spec, found = on_cpus
     by_name = {f.parameter: f for f in found.reductions}
-    assert by_name["token_embedder/embedding"].form == "sparse"
+    assert by_name["token_embedder/embedding"].reduction == "sparse"
     assert by_name["token_embedder/embedding"].shape == (384, 8)  # the part that this device has
     clipped, _ = step.build(
         [*FILES, "optimizers/micro_adam.gin"],
         [*BINDINGS, "models.T5Config.num_decoder_layers = 1", "Trainer.clip_norm = 1.0"],
         jax.devices()[:1],
     )
-    assert all(f.norm_form for f in account.reductions_of_step(clipped, spec))
+    assert all(f.norm_reduction for f in account.reductions_of_step(clipped, spec))
 
 
 def test_layers_alike_are_one_line(on_cpus):
@@ -192,7 +192,7 @@ def test_the_command_writes_its_files(on_cpus, kept, tmp_path, monkeypatch, caps
     assert case["name"] == "meshes/fsdp"
     assert case["fits"] is None and case["cycles"] is None
     assert case["overhead"]["temporaries"] == on_cpus[2].temp_ratio
-    assert case["coverage"][-1]["form"] == "sparse"
+    assert case["coverage"][-1]["reduction"] == "sparse"
     assert (tmp_path / "found.html").read_text().startswith("<!doctype html>")
 
 

@@ -40,10 +40,10 @@ def measure(plan: Plan, folder: str, quick: bool) -> None:
 
 
 def _by_model(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    found: dict[str, list[Run]] = {}
+    groups: dict[str, list[Run]] = {}
     for run in runs:
-        found.setdefault(str(run.values.get("model", "")), []).append(run)
-    return found
+        groups.setdefault(str(run.values.get("model", "")), []).append(run)
+    return groups
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -112,33 +112,33 @@ class _Step:
         return (time.monotonic() - begun) / self._count
 
 
-# --- what it says -----------------------------------------------------------------------------------------------------
+# --- findings ---------------------------------------------------------------------------------------------------------
 
 
 def analyse(folder: RunSet, path: str) -> list[Finding]:
     del folder
     known = _read(os.path.join(path, FILE))
-    found = []
+    findings = []
     for model, entries in _entries(known).items():
         plain = entries.get("adamw")
         if plain is not None and len(entries) > 1:
-            found.append(_finding(model, entries, plain))
-    return found
+            findings.append(_finding(model, entries, plain))
+    return findings
 
 
 def _entries(known: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     """Model -> label of a configuration -> what was measured."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    models: dict[str, dict[str, dict[str, Any]]] = {}
     for entry in known.values():
         values = entry["values"]
         model = os.path.basename(str(values.get("model", "the model"))).removesuffix(".gin")
         label = os.path.basename(str(values.get("optimizer", "step"))).removesuffix(".gin")
-        found.setdefault(model, {})[", ".join([label, *_more(values)])] = entry
-    return found
+        models.setdefault(model, {})[", ".join([label, *_more(values)])] = entry
+    return models
 
 
 def _more(values: dict[str, Any]) -> list[str]:
-    """The other axes, in words; what is None is the default.
+    """The other axes; None is the default.
 
     >>> _more({"model": "a.gin", "Trainer.clip_norm": 2.0, "Trainer.microbatch_size": None, "seed": 0})
     ['clip_norm 2.0']
@@ -164,9 +164,9 @@ def _finding(model: str, entries: dict[str, dict[str, Any]], plain: dict[str, An
                 f"{label} {middle:.2f} times the time" + ("" if memory is None else f", {memory:.2f} the memory")
             )
     text = (
-        f"{model}: a step, beside adamw's on the plain gradient: {'; '.join(texts)}. Medians over {len(base)} turns, in "
-        "which all configurations are timed one after another; memory is what the compiled step needs besides its arguments "
-        "and results."
+        f"{model}: a step, compared with adamw's on the plain gradient: {'; '.join(texts)}. Medians over {len(base)} turns, "
+        "in which all configurations are timed one after another; memory is what the compiled step needs besides its "
+        "arguments and results."
     )
     columns = ["step", "ms", "times adamw", "quartiles", "interval of the mean", "memory, MiB", "times adamw"]
     table = {"columns": columns, "rows": rows}

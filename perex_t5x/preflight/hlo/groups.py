@@ -1,6 +1,7 @@
-"""Which devices a collective joins, and which axes of a mesh that means.
+"""The groups of devices of a collective, and the mesh axes that they correspond to.
 
-The numbers in a program are places in the mesh, counted row by row: device 5 of a mesh (data 4, model 2) is data 2, model 1.
+The numbers in a program are positions in the mesh, counted row by row: device 5 of a mesh (data 4, model 2) is data 2,
+model 1.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def parse_groups(attributes: str, num_devices: int) -> Groups:
         return _mesh_groups(mesh[1], mesh[2], mesh[3])
     if _LISTED.search(attributes) or "replica_groups=" not in attributes:
         return (tuple(range(num_devices)),)
-    raise ValueError(f"replica groups in a notation that is not known: {attributes[:200]}")
+    raise ValueError(f"replica groups in an unknown notation: {attributes[:200]}")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""How often the loops of a compiled program turn.
+"""Trip counts of the loops of a compiled program.
 
 Where XLA has not written the count down, it follows from the text: the condition compares a counter with a limit, the
-body adds a constant to it, the loop begins with its first value. Limits and first values may come from outside, through
-tuples, copies, fusions and the loops around.
+body adds a constant to it, the loop starts with its first value. Limits and first values may come from outside, through
+tuples, copies, fusions and enclosing loops.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FLIPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "EQ": "EQ", "NE": "N
 
 @dataclass(frozen=True)
 class Frame:
-    """A computation at one of its calls: parameters mean what the caller gives."""
+    """A computation at one of its calls, which binds its parameters."""
 
     computation: Computation
     caller: Instruction | None = None
@@ -67,7 +67,7 @@ class TripCounts:
         return None
 
     def _step(self, frame: Frame, loop: Instruction, path: tuple[int, ...]) -> int | None:
-        """What one turn adds to an element of the loop's tuple; None if it is not a constant."""
+        """What one iteration adds to an element of the loop's tuple; None if it is not a constant."""
         body = self.enter(frame, loop, loop.callee("body"))
         end = self._source(body, body.computation.root, path)
         if self._is_element(end, body, path):
@@ -89,7 +89,7 @@ class TripCounts:
         return source.frame is frame and source.instruction.opcode == "parameter" and source.path == path
 
     def _source(self, frame: Frame, name: str, path: tuple[int, ...] = ()) -> _Source:
-        """Follows a value back through copies, tuples, fusions and calls, to what makes it."""
+        """Follows a value back through copies, tuples, fusions and calls, to the instruction that produces it."""
         while True:
             instruction = frame.computation[name]
             opcode = instruction.opcode
@@ -107,12 +107,12 @@ class TripCounts:
                 name = frame.caller.operands[int(instruction.literal)]
                 frame = frame.parent
             elif opcode == "while" and path and self._step(frame, instruction, path) == 0:
-                name = instruction.operands[0]  # what a loop carries along unchanged
+                name = instruction.operands[0]  # what a loop carries unchanged
             else:
                 return _Source(frame, instruction, path)
 
     def _value(self, frame: Frame, name: str, path: tuple[int, ...] = ()) -> int | None:
-        """A whole number that is known from the text alone; None otherwise."""
+        """An integer that is known from the text alone; None otherwise."""
         source = self._source(frame, name, path)
         frame, instruction, path = source.frame, source.instruction, source.path
         if instruction.opcode == "constant":
@@ -124,13 +124,13 @@ class TripCounts:
             return {"add": a + b, "subtract": a - b, "multiply": a * b}[instruction.opcode]
         carried = instruction.opcode == "parameter" and frame.caller is not None and frame.caller.opcode == "while"
         if carried and path and self._step(frame.parent, frame.caller, path) == 0:
-            # What a loop carries along unchanged is what it began with.
+            # What a loop carries unchanged is its initial value.
             return self._value(frame.parent, frame.caller.operands[0], path)
         return None
 
 
 def _count(first: int, limit: int, step: int, direction: str) -> int | None:
-    """Turns of `for (i = first; i direction limit; i += step)`.
+    """Trip count of `for (i = first; i direction limit; i += step)`.
 
     >>> _count(0, 5, 1, "LT"), _count(4, 0, -1, "GE"), _count(0, 5, 2, "LT"), _count(3, 3, 1, "LT")
     (5, 5, 3, 0)

@@ -1,4 +1,4 @@
-"""What a compiled program does: its cycles and its collectives, loops multiplied out.
+"""The cycles and collectives of a compiled program, multiplied by the trip counts of its loops.
 
     program = Program(compiled.as_text())
     program.cycles()                                  # TPU: the compiler's estimates, summed
@@ -47,14 +47,14 @@ class Collective:
     Attributes:
       kind: one of `KINDS`.
       name: of the instruction.
-      bytes: of the whole array on one device, the larger of what goes in and what comes out: an all-gather's result, a
+      bytes: of the whole array on one device, the larger of operand and result: an all-gather's result, a
         reduce-scatter's operand. Several arrays in one collective are added up.
       arrays: how many arrays it carries.
-      axes: mesh axes that it joins, in the mesh's order; empty without a mesh.
-      loops: how often the loops around it turn, outermost first; None for one that depends on data.
-      executions: how often it runs in all; loops that depend on data count once.
-      network: 'ICI', or 'DCN' where it joins several slices; '' on a CPU.
-      group_size: how many devices it joins.
+      axes: mesh axes that it runs over, in the mesh's order; empty without a mesh.
+      loops: trip counts of the loops around it, outermost first; None for one that depends on data.
+      executions: how often it runs in total; loops that depend on data count once.
+      network: 'ICI', or 'DCN' where it connects several slices; '' on a CPU.
+      group_size: how many devices take part.
       dtypes: of the arrays, each once.
       part_of: 'all-gather' or 'reduce-scatter' for the permutations into which the compiler has broken one, to
         overlap it with the product that uses it; else ''.
@@ -86,7 +86,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Executed:
-    """An instruction at one place where it runs, the loops around it, and the fusion it is in, if any."""
+    """One occurrence of an instruction: the loops around it, and the fusion it is in, if any."""
 
     instruction: Instruction
     frame: Frame
@@ -171,35 +171,35 @@ class Program:
         ]
 
     def data_dependent_loops(self) -> list[str]:
-        """Names of loops whose number of turns is not known; everything in them is counted once."""
+        """Names of loops whose trip count is unknown; everything in them is counted once."""
         loops = (e for e in self.executed() if e.instruction.opcode == "while")
         return [e.instruction.name for e in loops if self._trips.of(e.frame, e.instruction) is None]
 
     def collectives(self, mesh: Mesh | None = None) -> list[Collective]:
         """All collectives, in order; with the mesh also which axes they join and over which network."""
-        places = _Places(mesh, self.num_partitions)
-        found = (self._collective(e, places) for e in self.executed(fusions=True))
-        return [c for c in found if c is not None]
+        numbers = _DeviceNumbers(mesh, self.num_partitions)
+        collectives = (self._collective(e, numbers) for e in self.executed(fusions=True))
+        return [c for c in collectives if c is not None]
 
-    def _collective(self, e: Executed, places: _Places) -> Collective | None:
+    def _collective(self, e: Executed, numbers: _DeviceNumbers) -> Collective | None:
         instruction, attributes = e.instruction, e.instruction.attributes
         if instruction.opcode == "send" and "megascale" in attributes:
-            # What crosses slices is handed to the host: one send and one recv for each collective.
+            # Traffic between slices goes through the host: one send and one recv for each collective.
             transfer = instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') or ""
             kind = _TRANSFERS.get(transfer, transfer.lower().replace("_", "-"))
-            return self._make(e, kind, [e.frame.computation[instruction.operands[0]]], places.between_slices(), DCN)
+            return self._make(e, kind, [e.frame.computation[instruction.operands[0]]], numbers.between_slices(), DCN)
         kind = instruction.opcode.removesuffix("-start")
         if kind not in KINDS:
             return None
         if '"async_collective_fusion_config"' in attributes and '"flag_start":"-1"' not in attributes:
-            return None  # the middle or the end of one that another fusion has started
+            return None  # the middle or the end of one that another fusion started
         groups = parse_groups(attributes, self.num_partitions)
         if kind == "all-reduce" and _is_scattered(e):
             # Of the fusion's operand: inside it is padded.
             outer, kind = e.frame.parent.computation, "reduce-scatter"
-            return self._make(e, kind, [outer[name] for name in e.frame.caller.operands], *places.of(groups, kind))
+            return self._make(e, kind, [outer[name] for name in e.frame.caller.operands], *numbers.of(groups, kind))
         operands = [e.frame.computation[name] for name in instruction.operands]
-        return self._make(e, kind, operands, *places.of(groups, kind))
+        return self._make(e, kind, operands, *numbers.of(groups, kind))
 
     def _make(
         self, e: Executed, kind: str, operands: list[Instruction], joined: tuple[tuple[str, ...], int], network: str
@@ -224,8 +224,8 @@ class Program:
         )
 
 
-class _Places:
-    """From the numbers in a program's groups to the axes of a mesh, and to the slices of its devices."""
+class _DeviceNumbers:
+    """Maps the device numbers in a program's groups to the axes of a mesh and to the slices of its devices."""
 
     def __init__(self, mesh: Mesh | None, num_partitions: int):
         self._mesh = mesh
@@ -236,7 +236,7 @@ class _Places:
         self._slice_of = [getattr(d, "slice_index", 0) or 0 for d in devices]
         self._members = list(range(len(devices)))
         if num_partitions < len(devices):
-            # With several slices each has a program of its own, and the numbers count the devices of that slice.
+            # With several slices each has its own program, whose numbers count the devices of that slice.
             self._members = [i for i in self._members if self._slice_of[i] == self._slice_of[0]]
 
     def of(self, groups: Groups, kind: str) -> tuple[tuple[tuple[str, ...], int], str]:
@@ -266,17 +266,17 @@ def _estimate(instruction: Instruction) -> int | None:
 
 
 def _has_no_estimate(instruction: Instruction) -> bool:
-    """Whether it takes time of which the compiler says nothing."""
+    """Whether it takes time for which the compiler has no estimate."""
     return "kind=kCustom" in instruction.attributes or f'"estimated_cycles":"{_NO_ESTIMATE}"' in instruction.attributes
 
 
 def _run_by(instruction: Instruction) -> list[tuple[str, str]]:
-    """(role, computation) of what an instruction runs, instruction by instruction; not the functions of a reduction."""
+    """(role, computation) of the computations that an instruction runs; not the functions of a reduction."""
     if instruction.opcode in ("while", "call", "conditional", "async-start", "custom-call"):
         return [(role, name) for role, name in instruction.called]
     return []
 
 
 def _is_scattered(e: Executed) -> bool:
-    """Whether a fusion keeps only this device's part of an all-reduce, which is how some TPUs write a reduce-scatter."""
+    """Whether a fusion keeps only this device's part of an all-reduce: some TPUs write a reduce-scatter that way."""
     return e.fusion is not None and any(i.opcode == "dynamic-slice" for i in e.frame.computation)

@@ -4,7 +4,7 @@
 
     %name = shape opcode(%operand, ...), attribute=..., metadata={...}, backend_config={...}
 
-Only what the other files ask for is taken apart.
+Only what the other modules need is parsed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Instruction:
       opcode: 'fusion', 'while', 'all-reduce-start', ...
       shape: the result's, as written.
       operands: names of instructions of the same computation.
-      literal: what stands between the brackets, for a constant or a parameter.
+      literal: the text between the parentheses, for a constant or a parameter.
       attributes: the rest of the line.
     """
 
@@ -48,10 +48,10 @@ class Instruction:
     @functools.cached_property
     def called(self) -> tuple[tuple[str, str], ...]:
         """(role, computation) pairs: ('body', 'region_0.5'), ('calls', 'fused_computation.3'), ..."""
-        found = [(role, name) for role, name in _CALLED.findall(self.attributes)]
+        called = [(role, name) for role, name in _CALLED.findall(self.attributes)]
         for role, names in _CALLED_LISTS.findall(self.attributes):
-            found += [(role, name.strip().lstrip("%")) for name in names.split(",") if name.strip()]
-        return tuple(found)
+            called += [(role, name.strip().lstrip("%")) for name in names.split(",") if name.strip()]
+        return tuple(called)
 
     def callee(self, role: str) -> str | None:
         """The computation called in this role; None if there is none."""
@@ -113,7 +113,7 @@ def parse_computations(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Lines of which none is the rest of the one before: what a kernel says of itself is written over several."""
+    """Lines with continuations joined: a kernel's configuration is written over several."""
     held = ""
     for line in text.splitlines():
         if held and line and not line[:1].isspace() and line[:1] in '"}' and not _END.fullmatch(line):
@@ -149,14 +149,14 @@ def _closing(text: str, start: int) -> int:
 
 
 def shape_arrays(shape: str) -> list[int]:
-    """Bytes of each array of a shape, without padding; tokens and other empty things are left out.
+    """Bytes of each array of a shape, without padding; tokens and other empty types are left out.
 
     >>> shape_arrays("(bf16[8,128]{1,0:T(8,128)(2,1)}, f32[], token[])")
     [2048, 4]
     """
-    # Layouts are in braces and may hold T(8,128), never a bracket of the kind that sizes are in.
-    found = [(kind, _num_elements(sizes)) for kind, sizes in _ARRAY.findall(shape)]
-    return [-(-bits * count // 8) for kind, count in found if (bits := _bits(kind))]
+    # Layouts are in braces and may contain T(8,128), never square brackets, which enclose sizes.
+    arrays = [(kind, _num_elements(sizes)) for kind, sizes in _ARRAY.findall(shape)]
+    return [-(-bits * count // 8) for kind, count in arrays if (bits := _bits(kind))]
 
 
 def _num_elements(sizes: str) -> int:
