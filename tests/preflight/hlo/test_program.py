@@ -251,7 +251,7 @@ def test_notations_of_groups(text, expected):
 def test_what_is_not_a_program():
     with pytest.raises(ValueError, match="no ENTRY"):
         Program("hello")
-    with pytest.raises(ValueError, match="not known"):
+    with pytest.raises(ValueError, match="unknown notation"):
         groups.parse_groups("replica_groups=?!", 4)
 
 
