@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -105,25 +105,28 @@ class Plan:
         Reduced at the first opportunity, and not at the end, a gradient does not keep the activations that it is made of
         alive until the rest has run.
         """
-        numbers = {id(eqn): count for count, eqn in enumerate(jaxpr.eqns, 1)}
-        made = {v: numbers[id(eqn)] for eqn in jaxpr.eqns for v in eqn.outvars}
-
-        def after(node: Node) -> int:
-            match node:
-                case Permuted(child=child) | Mapped(child=child) | CrossDeviceSum(child=child):
-                    return after(child)
-                case Concatenated(parts=parts):
-                    return max((after(child) for _, _, child in parts), default=0)
-                case InControlFlow(eqn=eqn):
-                    return numbers[id(eqn)]
-                case Producer(leaves=leaves):
-                    return max((made.get(v, 0) for v in leaves), default=0)
-            return made.get(node.var, 0) if isinstance(node.var, core.Var) else 0
-
+        made = {v: count for count, eqn in enumerate(jaxpr.eqns, 1) for v in eqn.outvars}
         by_count: dict[int, list[int]] = {}
         for index, node in self.nodes.items():
-            by_count.setdefault(after(node), []).append(index)
+            after = max((made.get(v, 0) for v in inputs_of(node)), default=0)
+            by_count.setdefault(after, []).append(index)
         return by_count
+
+
+def inputs_of(node: Node) -> Iterator[core.Var]:
+    """The variables that must have values before the node can be reduced."""
+    match node:
+        case Permuted(child=child) | Mapped(child=child) | CrossDeviceSum(child=child):
+            yield from inputs_of(child)
+        case Concatenated(parts=parts):
+            for _, _, child in parts:
+                yield from inputs_of(child)
+        case Materialized(var=v) if isinstance(v, core.Var):
+            yield v
+        case Producer(leaves=leaves):
+            yield from leaves
+        case InControlFlow(eqn=eqn, index=i):
+            yield eqn.outvars[i]  # the reduction inside is done when its loop, branch or remat has run
 
 
 def make_plan(
@@ -321,23 +324,7 @@ def _parts(
 def _needed(jaxpr: core.Jaxpr, nodes: dict[int, Node], deferred: set[int]) -> set[core.Var]:
     """Variables that the plain results and the nodes' leaves depend on."""
     needed = {v for i, v in enumerate(jaxpr.outvars) if i not in nodes and isinstance(v, core.Var)}
-
-    def add(node: Node) -> None:
-        match node:
-            case Permuted(child=child) | Mapped(child=child) | CrossDeviceSum(child=child):
-                add(child)
-            case Concatenated(parts=parts):
-                for _, _, child in parts:
-                    add(child)
-            case Materialized(var=v) if isinstance(v, core.Var):
-                needed.add(v)
-            case Producer(leaves=leaves):
-                needed.update(leaves)
-            case InControlFlow(eqn=eqn, index=i):
-                needed.add(eqn.outvars[i])
-
-    for node in nodes.values():
-        add(node)
+    needed.update(v for node in nodes.values() for v in inputs_of(node))
     # Backwards, so that one pass is enough. Deferred equations need nothing for all examples: their leaves are in already.
     for eqn in reversed(jaxpr.eqns):
         if id(eqn) not in deferred and any(v in needed for v in eqn.outvars):
