@@ -1,4 +1,4 @@
-"""What a launch was asked for: the flags of all launchers, read once."""
+"""The flags that all launchers share, read once into a `Request`."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ def define_launch_flags() -> None:
     cli_flags.define_training_flags()
     cli_flags.define_sweep_flags()
     flags.DEFINE_string(
-        "name", None, "Of the launch and what it creates; default: the sweep's, or MODEL_DIR's last part."
+        "name", None, "Of the launch and what it creates; default: the sweep's name, or the last part of MODEL_DIR."
     )
-    flags.DEFINE_string("module", "perex_t5x.train", "What a single run is: perex_t5x.train, .eval or .infer.")
+    flags.DEFINE_string("module", "perex_t5x.train", "The command of a single run: perex_t5x.train, .eval or .infer.")
     flags.DEFINE_string("topology", None, "TPU slice: v5e:16x16, v5e-256; default: TOPOLOGY of the mesh's Gin file.")
-    flags.DEFINE_integer("slices", None, "How many slices; default: NUM_SLICES of the Gin files, or 1.")
+    flags.DEFINE_integer("slices", None, "Number of slices; default: NUM_SLICES of the Gin files, or 1.")
     flags.DEFINE_string("accelerator_type", None, "gcloud's name of the slice, if it is not the usual one.")
     flags.DEFINE_string("runtime_version", None, "The TPU VM's image, if it is not the usual one.")
-    flags.DEFINE_string("project", None, "Cloud project; default: that of gcloud's configuration.")
-    flags.DEFINE_string("zone", None, "Zone of the slices; default: that of gcloud's configuration.")
+    flags.DEFINE_string("project", None, "Cloud project; default: from gcloud's configuration.")
+    flags.DEFINE_string("zone", None, "Zone of the slices; default: from gcloud's configuration.")
     flags.DEFINE_bool(
-        "spot", False, "Cheaper slices that can be taken away at any time; the run then goes on on new ones."
+        "spot", False, "Cheaper slices that can be preempted at any time; the run then resumes on new ones."
     )
-    flags.DEFINE_string("reservation", None, "Take the slices from this reservation.")
+    flags.DEFINE_string("reservation", None, "Use slices of this reservation.")
     flags.DEFINE_bool("skip_preflight", False, "Do not compile the step for the slices first.")
     flags.DEFINE_bool(
-        "skip_gin_check", False, "Do not build the runs here first: for data that only the hosts can read."
+        "skip_gin_check", False, "Do not build the runs' configurations here first: for data that only hosts can read."
     )
-    flags.DEFINE_bool("yes", False, "Do not ask.")
-    flags.DEFINE_bool("keep", False, "Delete nothing at the end or after a failure; what is left is named.")
-    flags.DEFINE_float("price_per_chip_hour", None, "In USD, in place of the list price.")
-    flags.DEFINE_bool("allow_uncommitted", False, "Take files along as they are, though they are not committed.")
-    flags.DEFINE_integer("max_restarts", 10, "How often a run that was interrupted is started again.")
-    flags.DEFINE_list("with_package", [], "Further wheels or project folders to install, such as your own tasks.")
+    flags.DEFINE_bool("yes", False, "Do not ask for confirmation.")
+    flags.DEFINE_bool("keep", False, "Delete nothing at the end or after a failure; name what is left.")
+    flags.DEFINE_float("price_per_chip_hour", None, "In USD, instead of the list price.")
+    flags.DEFINE_bool("allow_uncommitted", False, "Include uncommitted files as they are.")
+    flags.DEFINE_integer("max_restarts", 10, "How often an interrupted run is restarted.")
+    flags.DEFINE_list("with_package", [], "More wheels or project folders to install, such as your own tasks.")
 
 
 @dataclass(frozen=True)
 class Request:
-    """A launch.
+    """What a launch was asked to do.
 
     Attributes:
       name: checked; part of the names of everything that is created.
-      work: what shall run; None for commands that only look or stop.
-      slice: the kind of slice; None where no flag names one and there is no `work`.
-      slices: how many.
-      others: as the flags of these names say.
+      work: what runs; None for commands that only inspect or stop a launch.
+      slice: the kind of slice; None if no flag names one and there is no `work`.
+      slices: their number.
+      others: as the flags of these names.
     """
 
     name: str
@@ -76,11 +76,8 @@ class Request:
     reserved: bool = False
 
     @classmethod
-    def from_flags(cls, args: Any, with_work: bool = True, needs_slice: bool = True) -> Request:
-        """Reads the flags, and with `with_work` the Gin files; raises `ConfigError` for the first slip.
-
-        `needs_slice=False`: a launch that also runs without TPUs, such as on this machine.
-        """
+    def from_flags(cls, args: Any, with_work: bool = True) -> Request:
+        """Reads the flags, and with `with_work` the Gin files; raises `ConfigError` for the first problem."""
         if args.spot and args.reservation:
             raise ConfigError("--spot and --reservation exclude each other.")
         if args.max_restarts < 0:
@@ -93,13 +90,13 @@ class Request:
         if args.name is not None:
             names.check_name(args.name)
         if not with_work and args.name is None:
-            raise ConfigError("which launch? Give its --name=...")
+            raise ConfigError("--name is missing: the name of the launch.")
         bundle.check_packages(args.with_package)
         work = spec.make(args) if with_work else None
         topology = args.topology or (work and work.topology)
-        if with_work and needs_slice and not topology:
+        if with_work and not topology:
             raise ConfigError(
-                "on which slice? Give --topology=v5e:16x16, or a mesh's Gin file such as meshes/v5e_256.gin."
+                "--topology is missing, such as --topology=v5e:16x16; or add a mesh's Gin file such as meshes/v5e_256.gin."
             )
         slices = args.slices if args.slices is not None else (work.slices if work else 1)
         if slices < 1:
@@ -127,24 +124,24 @@ class Request:
         )
 
     def located(self, commands: Commands) -> Request:
-        """With project and zone, asked of gcloud where they are not given."""
-        found = {}
+        """The same with project and zone, from gcloud's configuration if they are not given."""
+        located = {}
         for name, key, check in (
             ("project", "project", names.check_project),
             ("zone", "compute/zone", names.check_zone),
         ):
             value = getattr(self, name)
             if not value and commands.dry_run:
-                raise ConfigError(f"a dry run asks nobody, not even gcloud's configuration: give --{name}.")
+                raise ConfigError(f"--{name} is missing: a dry run does not read gcloud's configuration.")
             if not value:
                 value = commands.read(["gcloud", "config", "get-value", key], check=False)
             if not value or value == "(unset)":
-                raise ConfigError(f"--{name} is not given, and gcloud's configuration has none.")
-            found[name] = check(value)
-        return dataclasses.replace(self, **found)
+                raise ConfigError(f"--{name} is missing, and gcloud's configuration has none.")
+            located[name] = check(value)
+        return dataclasses.replace(self, **located)
 
     def in_bucket(self) -> Request:
-        """The same, if all that runs writes to a bucket, as hosts of a slice have to."""
+        """The same; raises `ConfigError` unless everything is written to a bucket, as hosts of a slice must."""
         if self.work is not None:
             flag = "--dir" if self.work.sweep else "--gin.MODEL_DIR"
             for path in dict.fromkeys([self.work.root, *(job.model_dir for job in self.work.jobs)]):

@@ -1,4 +1,4 @@
-"""What shall run: the runs of a sweep, or one command, as a list of jobs that `launching.worker` reads from jobs.json."""
+"""What runs: the runs of a sweep, or one command, as a list of jobs that `launching.worker` reads from jobs.json."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ GIN_FOLDER = "gin_files"  # beside jobs.json; a Gin search path of the jobs, whi
 FINAL_REASONS = (Reason.CONFIGURATION, Reason.SOME_FAILED, Reason.DIVERGED, Reason.NO_SPACE)
 # The Gin macros that say where a command writes.
 _FOLDERS = ("MODEL_DIR", "EVAL_OUTPUT_DIR", "INFER_OUTPUT_DIR")
-# Flags of a command that it gets over there, too, where they are given.
+# Flags that are passed on to the jobs if they are given.
 _PASSED_ON = ("cluster_detection", "initialization_timeout", "heartbeat_timeout", "phase_timeout", "profile_steps")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One command.
+    """One command that the worker runs: a run of a sweep, or a single run.
 
     Attributes:
       name: of the run.
       arguments: after `python`: ('-m', 'perex_t5x.train', '--gin_file=...', ...).
       model_dir: where it writes; gs://... or an absolute path.
       batch_size, train_steps: of a training; 0 for others.
-      group: the same for jobs that differ in nothing but learning rate and seed.
+      group: the same for jobs that differ only in learning rate and seed.
 
     >>> Job("a", ("-m", "perex_t5x.train"), "gs://bucket/a").argv("python3")
     ['python3', '-m', 'perex_t5x.train']
@@ -57,22 +57,22 @@ class Job:
 
     @property
     def gin_arguments(self) -> list[str]:
-        """Those that give it its Gin files and bindings."""
+        """The arguments with Gin files, bindings and search paths."""
         return [a for a in self.arguments if a.startswith(("--gin_file=", "--gin_bindings=", "--gin_search_paths="))]
 
 
 @dataclass(frozen=True)
 class Work:
-    """Everything that shall run, and what it needs.
+    """Everything that a launch runs.
 
     Attributes:
-      name: as the sweep or its folder calls it; not checked.
-      root: the sweep's folder, or the run's.
-      jobs: in their order.
-      sweep: what sweep.json holds; None for a single run.
-      twins: name of a run -> the job that has the same configuration, and runs for both.
-      gin_files: name -> path here, of Gin files that travel along (`GIN_FOLDER`).
-      topology, slices: what the Gin files name, if they do.
+      name: of the sweep or its folder; not checked.
+      root: the folder of the sweep or the run.
+      jobs: in order.
+      sweep: the content of sweep.json; None for a single run.
+      twins: name of a run -> the job with the same configuration, which runs for both.
+      gin_files: name in `GIN_FOLDER` -> path on this machine, of Gin files that are not shipped with the package.
+      topology, slices: from the Gin files, if they set them.
     """
 
     name: str
@@ -92,23 +92,23 @@ class Work:
     def to_json(self, indent: int | None = 1) -> str:
         """jobs.json; without `indent` on one line."""
         jobs = [dataclasses.asdict(job) for job in self.jobs]
-        found = {"version": 1, "name": self.name, "root": self.root, "jobs": jobs}
-        found |= {"sweep": self.sweep, "twins": dict(self.twins)}
-        return json.dumps(found, indent=indent, ensure_ascii=False) + "\n"
+        content = {"version": 1, "name": self.name, "root": self.root, "jobs": jobs}
+        content |= {"sweep": self.sweep, "twins": dict(self.twins)}
+        return json.dumps(content, indent=indent, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Work:
         """Reads jobs.json."""
         try:
-            found = json.loads(text)
-            jobs = [Job(**{**job, "arguments": tuple(job["arguments"])}) for job in found["jobs"]]
-            return cls(found["name"], found["root"], tuple(jobs), found["sweep"], found["twins"])
+            content = json.loads(text)
+            jobs = [Job(**{**job, "arguments": tuple(job["arguments"])}) for job in content["jobs"]]
+            return cls(content["name"], content["root"], tuple(jobs), content["sweep"], content["twins"])
         except (ValueError, KeyError, TypeError) as e:
             raise ConfigError(f"jobs.json cannot be read: {type(e).__name__}: {e}. Launch again.") from e
 
 
 def make(args: Any) -> Work:
-    """The work that the flags describe, parsed and, as far as that goes without devices, checked.
+    """The work that the flags describe, parsed and, as far as possible without devices, checked.
 
     Raises:
       ConfigError: lists what is wrong.
@@ -121,13 +121,14 @@ def make(args: Any) -> Work:
     gin_command.load_training(args)
     if not args.sweep and not args.gin_file:
         raise ConfigError(
-            "nothing to run: give --sweep=sweeps/sqrt_lr.gin, or the --gin_file's of a run, with --gin.MODEL_DIR=gs://..."
+            "nothing to run: give --sweep=sweeps/sqrt_lr.gin, or the --gin_file flags of a run with --gin.MODEL_DIR=gs://..."
         )
     given = [f"--{name}={args[name].value}" for name in _PASSED_ON if args[name].present]
     flags = [*command.passed_on(args), *given]
     work = _sweep(args, flags) if args.sweep else _single(args, flags)
-    if slips := [job.name for job in work.jobs if any("\0" in a for a in job.arguments)]:
-        raise ConfigError(f"bindings of {slips[0]} hold a zero byte, which no command can be given.")
+    for job in work.jobs:
+        if any("\0" in a for a in job.arguments):
+            raise ConfigError(f"bindings of {job.name} contain a zero byte, which no command line can.")
     return work
 
 
@@ -136,11 +137,11 @@ def _sweep(args: Any, flags: Sequence[str]) -> Work:
     from perex_t5x.experiments.sweep.runs import absolute
 
     if args.module != "perex_t5x.train":
-        raise ConfigError(f"--module={args.module}: the runs of a sweep are perex_t5x.train's.")
+        raise ConfigError(f"--module={args.module}: the runs of a sweep are always perex_t5x.train.")
     sweep = Sweep.load(args.sweep, args.sweep_bindings, args.gin_search_paths)
     if not args.dir:
-        raise ConfigError(f"--dir is not given: the sweep's folder, such as --dir=gs://BUCKET/sweeps/{sweep.name}")
-    # Built on the devices they shall have, later: here there are none.
+        raise ConfigError(f"--dir is missing: the sweep's folder, such as --dir=gs://BUCKET/sweeps/{sweep.name}")
+    # Not checked here, without devices: `checks` builds the configurations on as many fake devices as the slices have.
     plan = sweep.plan(args.gin_file, args.gin_bindings, args.gin_search_paths, check=False, flags=flags)
     root = absolute(args.dir.rstrip("/"))
     extra = ExtraGinFiles(args.gin_search_paths)
@@ -151,16 +152,16 @@ def _sweep(args: Any, flags: Sequence[str]) -> Work:
         if first_of[run.name] != run.name:
             continue
         files = tuple(extra.add(name) for name in run.files)
-        over_there = dataclasses.replace(run, files=files, search_paths=_search_paths(extra))
-        arguments = tuple(over_there.command(root, "python")[1:])
+        on_host = dataclasses.replace(run, files=files, search_paths=_search_paths(extra))
+        arguments = tuple(on_host.command(root, "python")[1:])
         jobs.append(Job(run.name, arguments, run.folder(root), run.batch_size, run.train_steps, run.group))
     doubles = {name: first for name, first in first_of.items() if name != first}
-    return Work(sweep.name, root, tuple(jobs), plan.described(), doubles, extra.found, *_topology())
+    return Work(sweep.name, root, tuple(jobs), plan.described(), doubles, extra.paths, *_topology())
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """What the Gin files of a single run say: where it writes, and of a training, else 0, its batch size and steps."""
+    """A single run's Gin files: where it writes, and its batch size and steps if it is a training, else 0."""
 
     folder: str | None
     batch_size: int
@@ -190,7 +191,7 @@ def _single(args: Any, flags: Sequence[str]) -> Work:
 
     for name in ("sweep_bindings", "only"):
         if getattr(args, name):
-            raise ConfigError(f"--{name} is for a sweep: give --sweep, too.")
+            raise ConfigError(f"--{name} is only for sweeps: add --sweep.")
     bindings = list(args.gin_bindings)
     if args.dir:
         bindings.append(f"MODEL_DIR = {args.dir!r}")
@@ -198,7 +199,7 @@ def _single(args: Any, flags: Sequence[str]) -> Work:
     folder = parsed.folder
     if folder is None:
         raise ConfigError(
-            "the Gin files have no MODEL_DIR: give those of a run, and --gin.MODEL_DIR=gs://BUCKET/FOLDER."
+            "the Gin files set no MODEL_DIR: use those of a run, and set --gin.MODEL_DIR=gs://BUCKET/FOLDER."
         )
     extra = ExtraGinFiles(args.gin_search_paths)
     files = [extra.add(name) for name in args.gin_file]
@@ -221,13 +222,13 @@ def _single(args: Any, flags: Sequence[str]) -> Work:
         (Job(name, arguments, root, parsed.batch_size, parsed.train_steps),),
         None,
         {},
-        extra.found,
+        extra.paths,
         *_topology(),
     )
 
 
 def _search_paths(extra: ExtraGinFiles) -> tuple[str, ...]:
-    return (GIN_FOLDER,) if extra.found else ()
+    return (GIN_FOLDER,) if extra.paths else ()
 
 
 def _macro(name: str) -> Any:
@@ -248,38 +249,38 @@ def _topology() -> tuple[str | None, int]:
 
 @dataclass
 class ExtraGinFiles:
-    """Files on their way, by the name under which the jobs find them.
+    """Gin files that are not shipped with the package, and what they include; they are copied to the hosts.
 
     Attributes:
-      search_paths: --gin_search_paths, where they are searched here.
-      found: name in `GIN_FOLDER` -> path here.
+      search_paths: --gin_search_paths of this machine.
+      paths: name in `GIN_FOLDER`, under which the jobs find a file -> its path on this machine.
     """
 
     search_paths: Sequence[str] = ()
-    found: dict[str, str] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str) -> str:
-        """Takes a --gin_file along, if it is not shipped; returns its name over there."""
+        """Adds a --gin_file, if it is not shipped; returns its name on the hosts."""
         path = gin_utils.find_file(name, ["", *self.search_paths, gin_utils.shipped_gin_dir()], "--gin_file")
         beside = os.path.dirname(os.path.abspath(path))
         new_name = name
         if not _is_shipped(path):
             if os.path.isabs(name) or ".." in Path(name).parts:
-                new_name = os.path.basename(name)  # its folder is not there
+                new_name = os.path.basename(name)  # the hosts do not have its folder
             new_name = os.path.normpath(new_name)
             self._take(new_name, path)
         elif os.path.isabs(name) or not os.path.isfile(os.path.join(gin_utils.shipped_gin_dir(), name)):
-            # Given by its path here: over there it is found by its name among the shipped ones.
+            # Given by its path on this machine: on the hosts it is found by its name among the shipped ones.
             new_name = os.path.relpath(os.path.realpath(path), os.path.realpath(gin_utils.shipped_gin_dir()))
         self._includes(path, ["", *self.search_paths, beside, gin_utils.shipped_gin_dir()])
         return new_name
 
     def _take(self, name: str, path: str) -> None:
-        if os.path.realpath(self.found.get(name, path)) != os.path.realpath(path):
+        if os.path.realpath(self.paths.get(name, path)) != os.path.realpath(path):
             raise ConfigError(
-                f"two Gin files would both travel as {name}: {self.found[name]} and {path}. Rename one of them."
+                f"two Gin files would both be copied as {name}: {self.paths[name]} and {path}. Rename one of them."
             )
-        self.found[name] = path
+        self.paths[name] = path
 
     def _includes(self, path: str, search_paths: Sequence[str]) -> None:
         with open(path, encoding="utf-8") as f:

@@ -3,9 +3,10 @@
     launch/gcloud_tpu.py launch --sweep=sweeps/sqrt_lr.gin --dir=gs://bucket/sweeps/sqrt --topology=v5e:16x16 --spot
     launch/gcloud_tpu.py --gin_file=... --gin.MODEL_DIR=gs://bucket/run --topology=v5e-16 --dry_run
 
-COMMAND is `launch` (the default: all of the following), or one step: check, create, wait, copy, install, start, follow,
-collect, delete; or status, stop (the program; the slices stay), list (what launches have made in the zone), delete_all.
---dry_run prints every command and runs none. Project and zone are gcloud's own, or --project and --zone. See docs/launch.md.
+COMMAND is `launch` (the default: all steps), or one step: check, create, wait, copy, install, start, follow, collect,
+delete; or status, stop (the program; the slices stay), list (what launches have created in the zone), delete_all.
+--dry_run prints every command and runs none. Project and zone come from gcloud's configuration, or --project and --zone.
+See docs/launch.md.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
 from perex_t5x.launching.gcloud.session import Options, Session
 from perex_t5x.launching.gcloud.steps import Steps
 from perex_t5x.launching.request import Request, define_launch_flags
-from perex_t5x.launching.shell import Commands, Leftovers, say, still_there
+from perex_t5x.launching.shell import Commands, Leftovers, say
 
-# Steps that need to know what shall run; the others find what is there by its name.
+# Steps that need to know what runs; the others find an existing launch by its name.
 _WITH_WORK = ("launch", "check", "create", "copy")
 _BY_NAME = ("wait", "install", "start", "follow", "status", "stop", "collect", "delete")
 _OF_ZONE = ("list", "delete_all")
@@ -38,13 +39,13 @@ _OF_ZONE = ("list", "delete_all")
 
 def define_flags() -> None:
     define_launch_flags()
-    flags.DEFINE_float("wait_hours", 24.0, "How long to wait for the slices.")
+    flags.DEFINE_float("wait_hours", 24.0, "How many hours to wait for the slices.")
     flags.DEFINE_string("out", None, "Where `collect` puts metrics, logs and results; default launches/<name>.")
-    flags.DEFINE_string("remote_python", None, "Python of the hosts; default: one from 3.11 on, installed if need be.")
-    flags.DEFINE_bool("reserved", False, "Take the slices from the project's reservation.")
-    flags.DEFINE_bool("internal_ip", False, "Hosts without external addresses, reached from within the network.")
+    flags.DEFINE_string("remote_python", None, "Python on the hosts; default: 3.11 or newer, installed if necessary.")
+    flags.DEFINE_bool("reserved", False, "Use the project's reserved slices.")
+    flags.DEFINE_bool("internal_ip", False, "Hosts without external addresses, reached from inside the network.")
     flags.DEFINE_multi_string(
-        "create_flag", [], "Goes to `queued-resources create`, such as --create_flag=--network=n."
+        "create_flag", [], "Passed to `queued-resources create`, such as --create_flag=--network=n."
     )
 
 
@@ -88,7 +89,7 @@ def main(args: Any, words: list[str]) -> int:
 
 
 def _check(request: Request, todo: Steps) -> tuple[bundle.Checkout, checks.Estimate]:
-    """Everything that can be known before something is created."""
+    """Everything that can be checked before anything is created."""
     files = bundle.checkout(request.allow_uncommitted)
     commands = todo.commands
     checks.bucket(request, commands)
@@ -102,31 +103,31 @@ def _check(request: Request, todo: Steps) -> tuple[bundle.Checkout, checks.Estim
 
 def _launch(request: Request, todo: Steps, options: Options) -> int:
     url = steps.bundle_url(request.work.root, request.name)
-    if (found := session.find_existing(request, todo)) != GONE:
-        return _join(request, todo, options, url, found.state)
+    if (existing := session.find_existing(request, todo)) != GONE:
+        return _join(request, todo, options, url, existing.state)
     files, _ = _check(request, todo)
     checks.confirm("", request)
-    # The checks take minutes, in which another launch of this name may have begun: its hosts fetch its bundle.
-    if todo.describe() != GONE and (found := session.find_existing(request, todo)) != GONE:
-        return _join(request, todo, options, url, found.state)
+    # The checks take minutes, in which another launch of this name may have started: its hosts download its bundle.
+    if todo.describe() != GONE and (existing := session.find_existing(request, todo)) != GONE:
+        return _join(request, todo, options, url, existing.state)
     run = Session(todo, request, options, url, files.commit)
     try:
         with Leftovers(todo.commands, request.keep) as leftovers:
             todo.upload(request, files)
             run.make(leftovers)
     except steps.ExistsError:
-        found = session.find_existing(request, todo)
-        if found == GONE:
+        existing = session.find_existing(request, todo)
+        if existing == GONE:
             raise
-        return _join(request, todo, options, url, found.state)
+        return _join(request, todo, options, url, existing.state)
     return run.run()
 
 
 def _join(request: Request, todo: Steps, options: Options, url: str, state: str) -> int:
-    """Goes on with a launch that another process has begun: followed, and seen to as if this one had begun it."""
+    """Takes over a launch that another process has started: follows and restarts it as if this one had started it."""
     run = Session(todo, request, options, url, "joined")
     try:
-        with Leftovers(todo.commands):  # hears SIGTERM
+        with Leftovers(todo.commands):  # SIGTERM acts as Ctrl-C
             if state != "ACTIVE":
                 todo.wait(options.wait_hours)
             hosts = todo.status()
@@ -134,10 +135,10 @@ def _join(request: Request, todo: Steps, options: Options, url: str, state: str)
             if unstarted and not todo.uploaded(url):
                 todo.upload(request, bundle.checkout(request.allow_uncommitted))  # `create` alone uploads nothing
     except BaseException as e:
-        e.add_note(still_there(todo.target.what, todo.target.delete()))
+        e.add_note(todo.target.still_there)
         raise
     if any(_has_stopped(host) for host in hosts):
-        say("the program there has stopped: it is started again, with the package as it is now")
+        say("the program there has stopped: it is restarted, with the current package")
         with Leftovers(todo.commands, request.keep) as leftovers:
             leftovers.add(todo.target.what, todo.target.delete())
             todo.upload(request, bundle.checkout(request.allow_uncommitted))
@@ -167,23 +168,23 @@ def _create(request: Request, todo: Steps, options: Options) -> int:
             todo.create(request, files.commit, options.create_flags)
         except steps.ExistsError as e:
             leftovers.keep(todo.target.what)
-            e.add_note(still_there(todo.target.what, todo.target.delete()))
+            e.add_note(todo.target.still_there)
             raise
-    say(still_there(todo.target.what, todo.target.delete()))
+    say(todo.target.still_there)
     return 0
 
 
 def _by_name(command: str, args: Any, request: Request, todo: Steps, options: Options) -> int:
-    """Steps on what is there; how many slices it has, it says itself."""
+    """Steps on an existing launch, which knows its number of slices."""
     if command == "collect":
         if not args.dir:
-            raise ConfigError("collect from where? Give --dir=gs://..., the sweep's or the run's folder.")
+            raise ConfigError("--dir is missing. Give --dir=gs://..., the folder of the sweep or the run.")
         collect.collect(names.check_bucket_path(args.dir), request.name, options.out, todo.commands)
         return 0
     if command == "delete":
         todo.delete()
         return 0
-    found = _find(todo, request)
+    existing = _find(todo, request)
     if command == "follow":
         return _follow(todo)
     with _named(todo):
@@ -196,8 +197,8 @@ def _by_name(command: str, args: Any, request: Request, todo: Steps, options: Op
         elif command == "stop":
             todo.stop()
         else:
-            print(f"{request.name}: {found.state}{': ' if found.error else ''}{found.error}")
-            if found.state == "ACTIVE":
+            print(f"{request.name}: {existing.state}{': ' if existing.error else ''}{existing.error}")
+            if existing.state == "ACTIVE":
                 print("\n".join(str(host) for host in todo.status()), flush=True)
     return 0
 
@@ -210,59 +211,61 @@ def _copy(request: Request, todo: Steps) -> None:
 
 
 def _find(todo: Steps, request: Request) -> Description:
-    """What is there of this name; there has to be something."""
-    found = todo.describe(dry=dataclasses.replace(GONE, state="ACTIVE", slices=request.slices))
-    if found.state == "GONE":
-        raise ConfigError(f"there is no {todo.target.what}. What there is: launch/gcloud_tpu.py list")
-    todo.target = dataclasses.replace(todo.target, slices=found.slices)
-    return found
+    """The existing launch of this name; raises `ConfigError` if there is none."""
+    existing = todo.describe(dry=dataclasses.replace(GONE, state="ACTIVE", slices=request.slices))
+    if existing.state == "GONE":
+        raise ConfigError(f"there is no {todo.target.what}. To list launches: launch/gcloud_tpu.py list")
+    todo.target = dataclasses.replace(todo.target, slices=existing.slices)
+    return existing
 
 
 @contextlib.contextmanager
 def _named(todo: Steps) -> Iterator[None]:
-    """A step that fails alone deletes nothing; the slices, which cost, are named."""
+    """A single step that fails deletes nothing; the slices, which cost money, are named."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as e:
-        e.add_note(still_there(todo.target.what, todo.target.delete()))
+        e.add_note(todo.target.still_there)
         raise
 
 
 def _follow(todo: Steps) -> int:
-    """Looks only: nothing is started again, collected or deleted."""
+    """Only follows: nothing is restarted, collected or deleted."""
     with _named(todo):
         ended = Follower(todo).follow()
     if ended.how == logs.DELETED:
         raise TrainingError(f"{todo.target.what} was deleted. Launch again to resume from what is saved.")
     if ended.how == logs.UNSTARTED:
-        raise ConfigError("nothing was started there yet: launch/gcloud_tpu.py copy, install, start; or launch again.")
+        raise ConfigError(
+            "nothing has been started there yet: launch/gcloud_tpu.py copy, install, start; or launch again."
+        )
     if ended.how in (logs.PREEMPTED, logs.LOST):
         with _named(todo):
             raise TrainingError(f"{ended.how}: launch again with the same flags to resume from the newest checkpoint.")
     say(f"the program has ended with {ended}")
-    say(still_there(todo.target.what, todo.target.delete()))
+    say(todo.target.still_there)
     return ended.exit_code
 
 
 def _of_zone(command: str, request: Request, todo: Steps) -> int:
-    found = todo.list()
-    for one in found:
+    existing = todo.list()
+    for one in existing:
         print(f"{one.name}  {one.state}  {one.slices} slice(s)  commit {one.labels.get('perex-commit', '?')}")
-    if command == "list" or not found:
-        say(f"{len(found)} queued resource(s) of launches in {request.zone}")
+    if command == "list" or not existing:
+        say(f"{len(existing)} queued resource(s) of launches in {request.zone}")
         return 0
     if not request.yes and not request.dry_run:
-        prompts.confirm(f"Delete all {len(found)}?", refused="Nothing was deleted.")
+        prompts.confirm(f"Delete all {len(existing)}?", refused="Nothing was deleted.")
     left = []
-    for one in found:
+    for one in existing:
         target = dataclasses.replace(todo.target, name=one.name)
         try:
             Steps(target, todo.commands).delete()
         except TrainingError as e:
             say(str(e))
-            left.append(still_there(target.what, target.delete()))
+            left.append(target.still_there)
     if left:
-        error = TrainingError(f"{len(left)} of {len(found)} were not deleted.")
+        error = TrainingError(f"{len(left)} of {len(existing)} were not deleted.")
         for words in left:
             error.add_note(words)
         raise error

@@ -1,4 +1,4 @@
-"""From slices that are there to the end of the program: followed, started again where needed, collected, deleted."""
+"""A launch on TPU VMs: slices are created, the program is followed and restarted, results collected, slices deleted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from perex_t5x.launching.gcloud.logs import Ended, Follower
 from perex_t5x.launching.gcloud.resource import GONE, Description
 from perex_t5x.launching.gcloud.steps import ExistsError, Steps
 from perex_t5x.launching.request import Request
-from perex_t5x.launching.shell import Leftovers, say, still_there
+from perex_t5x.launching.shell import Leftovers, say
 from perex_t5x.launching.spec import FINAL_REASONS
 
-_MOST_LOOKS = 20  # at slices on which nothing is started yet: another launch may be about to
+_MOST_CHECKS = 20  # of slices on which nothing is started yet: another launch may be about to
 _MOST_FAILURES = 3  # in a row without a newer checkpoint or a finished run
 
 
@@ -35,7 +35,7 @@ class Session:
     """
     Attributes:
       url: of the bundle in the bucket.
-      commit: for the labels of slices that are made anew.
+      commit: for the labels of new slices.
     """
 
     steps: Steps
@@ -46,31 +46,31 @@ class Session:
     _seen: set[str] = field(default_factory=set)
     _restarts: int = 0
     _follower: Follower = field(init=False)
-    _named: bool = False  # whether someone else sees to it that the slices are deleted or named
+    _named: bool = False  # whether the slices are deleted or named elsewhere
 
     def __post_init__(self) -> None:
         self._follower = Follower(self.steps)
 
     def prepare(self) -> None:
-        """Copies, installs and starts on slices that are there."""
+        """Copies, installs and starts the program on existing slices."""
         self.steps.copy(self.url)
         self.steps.install(self.options.python)
         self.steps.start()
 
     def make(self, leftovers: Leftovers) -> None:
-        """Creates the slices and starts the program on them. Until it runs, whatever happens deletes them.
+        """Creates the slices and starts the program on them. Until it runs, any failure deletes them.
 
-        Spot slices can be taken away before it runs; then new ones are asked for.
+        Spot slices that are preempted before it runs are replaced by new ones.
         """
         while True:
             leftovers.add(self.steps.target.what, self.steps.target.delete())
             try:
                 self.steps.create(self.request, self.commit, self.options.create_flags)
             except ExistsError as e:
-                leftovers.keep(self.steps.target.what)  # another launch made it, a moment ago
-                e.add_note(still_there(self.steps.target.what, self.steps.target.delete()))
+                leftovers.keep(self.steps.target.what)  # another launch has just created it
+                e.add_note(self.steps.target.still_there)
                 raise
-            # Names cannot collide, and checks take minutes: of two launches into one folder at least one sees the other.
+            # The checks take minutes: here at least one of two launches into one folder, under two names, sees the other.
             check_folder(self.request, self.steps)
             try:
                 self.steps.wait(self.options.wait_hours)
@@ -79,7 +79,7 @@ class Session:
             except TrainingError:
                 if not self.steps.preempted():
                     raise
-            say("the slices were taken away before the program ran")
+            say("the slices were preempted before the program ran")
             self._count()
             self.steps.delete()
         leftovers.keep(self.steps.target.what)
@@ -89,36 +89,36 @@ class Session:
         self._restarts += 1
         if self._restarts > self.request.max_restarts:
             raise TrainingError(
-                f"interrupted {self._restarts} times, --max_restarts={self.request.max_restarts}. What was done is kept: "
-                "the same launch goes on with it."
+                f"interrupted {self._restarts} times, --max_restarts={self.request.max_restarts}. The same launch command "
+                "resumes from what is saved."
             )
-        say(f"starting again, {self._restarts} of at most {self.request.max_restarts} times")
+        say(f"restarting ({self._restarts} of at most {self.request.max_restarts} times)")
 
     def run(self) -> int:
-        """To the end; returns the exit status of the launch."""
+        """Follows the program to its end; returns the exit code of the launch."""
         try:
-            with Leftovers(self.steps.commands):  # hears SIGTERM
+            with Leftovers(self.steps.commands):  # SIGTERM acts as Ctrl-C
                 return self._run()
         except KeyboardInterrupt as e:
             if self._named:
                 raise
-            told = KeyboardInterrupt(f"{str(e) or 'interrupted'}: the run goes on without being followed.")
+            told = KeyboardInterrupt(f"{str(e) or 'interrupted'}: the run continues without being followed.")
             for note in self._ways():
                 told.add_note(note)
             raise told from None
         except Exception as e:
             if not self._named:
-                e.add_note(still_there(self.steps.target.what, self.steps.target.delete()))
+                e.add_note(self.steps.target.still_there)
             raise
 
     def _ways(self) -> list[str]:
-        """What one can do with a run that is left alone; the last line is how to delete it."""
+        """How to continue with a run that is no longer followed; the last line says how to delete it."""
         where = shlex.join([f"--name={self.request.name}", *self.steps.target.where])
         tool = "launch/gcloud_tpu.py"
         return [
             f"follow it:  {tool} follow {where}",
             f"stop it:    {tool} stop {where}",
-            still_there(self.steps.target.what, self.steps.target.delete()),
+            self.steps.target.still_there,
         ]
 
     def _run(self) -> int:
@@ -134,7 +134,7 @@ class Session:
             if ended.reason is Reason.INTERRUPTED:
                 self._named = True
                 stopped = KeyboardInterrupt("the program was stopped; the same launch command resumes it.")
-                stopped.add_note(still_there(self.steps.target.what, self.steps.target.delete()))
+                stopped.add_note(self.steps.target.still_there)
                 raise stopped
             if ended.how == logs.DELETED:  # by hand, to stop everything: created again, they would cost unnoticed
                 self._named = True
@@ -159,11 +159,11 @@ class Session:
             self._again(ended)
 
     def _follow(self) -> Ended:
-        for _ in range(_MOST_LOOKS):
+        for _ in range(_MOST_CHECKS):
             ended = self._follower.follow()
             if ended.how != logs.UNSTARTED:
                 break
-            say("nothing is started there yet")
+            say("nothing has been started there yet")
             self.steps.sleep(self.steps.poll)
         return ended
 
@@ -174,11 +174,11 @@ class Session:
             if ended.how == logs.PREEMPTED:
                 self.steps.delete()
                 self.make(leftovers)
-                self._follower = Follower(self.steps)  # a new log
+                self._follower = Follower(self.steps)  # its log is new
             elif ended.how == logs.UNSTARTED:
                 self.prepare()
             else:
-                self.steps.stop()  # what is left of it on other hosts
+                self.steps.stop()  # what still runs on other hosts
                 self.steps.start()
             leftovers.keep(self.steps.target.what)
         self._named = False
@@ -191,13 +191,13 @@ class Session:
             raise error
 
     def _progress(self) -> bool:
-        """Whether there is a checkpoint or a finished run that was not there at the last failure."""
+        """Whether there is a checkpoint or finished run that did not exist at the last failure."""
         work = self.request.work
         where = f"{work.root}/runs/*/" if work.sweep else f"{work.root}/"
         done = self.steps.commands.run(["gcloud", "storage", "ls", where], check=False)
-        found = {line for line in done.stdout.split() if "checkpoint_" in line or line.endswith("finished.json")}
-        new = bool(found - self._seen)
-        self._seen |= found
+        saved = {line for line in done.stdout.split() if "checkpoint_" in line or line.endswith("finished.json")}
+        new = bool(saved - self._seen)
+        self._seen |= saved
         return new
 
     def _finish(self, reason: Reason) -> int:
@@ -207,7 +207,7 @@ class Session:
             leftovers.add(self.steps.target.what, self.steps.target.delete())
             collect.collect(self.request.work.root, self.request.name, self.options.out, self.steps.commands)
             if self.request.keep:
-                say(still_there(self.steps.target.what, self.steps.target.delete()))
+                say(self.steps.target.still_there)
             else:
                 self.steps.delete()
         return 0
@@ -225,38 +225,38 @@ def check_folder(request: Request, steps: Steps) -> None:
 
 
 def find_existing(request: Request, steps: Steps) -> Description:
-    """The launch of this name and folder that is there and shall be followed; `GONE`: nothing is in the way.
+    """The existing launch of this name and folder, to be followed; `GONE` if there is none.
 
-    A failed or suspended one of ours, which uses up quota and nothing else, is deleted.
+    A failed or suspended one of ours, which only uses up quota, is deleted.
 
     Raises:
-      ConfigError: the name or the folder is taken, or one would have to be asked and is not there.
+      ConfigError: the name or the folder is taken, or the user cannot be asked.
     """
-    found = steps.describe()
+    existing = steps.describe()
     check_folder(request, steps)
-    if found == GONE:
+    if existing == GONE:
         return GONE
-    if not found.ours:
-        raise ConfigError(f"{steps.target.what} exists and is not one of a launch. Choose another --name.")
-    if found.labels.get(resource.LABEL_RUN) != request.work.fingerprint:
+    if not existing.ours:
+        raise ConfigError(f"{steps.target.what} exists and was not created by a launch. Choose another --name.")
+    if existing.labels.get(resource.LABEL_RUN) != request.work.fingerprint:
         raise ConfigError(
             f"{steps.target.what} belongs to a launch into another folder than {request.work.root}. Choose another --name."
         )
-    if found.slices != request.slices and found.exists_or_pending:
+    if existing.slices != request.slices and existing.exists_or_pending:
         raise ConfigError(
-            f"{steps.target.what} has {found.slices} slice(s), and {request.slices} would be asked for: give "
-            f"--slices={found.slices} to follow it, or delete it first."
+            f"{steps.target.what} has {existing.slices} slice(s), and {request.slices} would be requested: use "
+            f"--slices={existing.slices} to follow it, or delete it first."
         )
-    if not found.exists_or_pending:
-        say(f"{steps.target.what} is {found.state}: it is deleted and made anew.")
+    if not existing.exists_or_pending:
+        say(f"{steps.target.what} is {existing.state}: it is deleted and created again.")
         steps.delete()
         return GONE
-    say(f"{steps.target.what} is there already: {found.state}.")
+    say(f"{steps.target.what} exists already: {existing.state}.")
     if not request.yes:
         if not prompts.is_interactive():
             raise ConfigError(
-                f"this launch runs already. Follow it: launch/gcloud_tpu.py follow --name={request.name} "
-                f"{' '.join(steps.target.where)}, or give --yes, which also starts it again where its slice is taken away."
+                f"this launch is running already. To follow it: launch/gcloud_tpu.py follow --name={request.name} "
+                f"{' '.join(steps.target.where)}, or give --yes, which also restarts it if it is preempted."
             )
         prompts.confirm("Follow it?", refused="Nothing was created.")
-    return found
+    return existing

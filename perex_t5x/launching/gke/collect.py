@@ -1,4 +1,4 @@
-"""`collect`: metrics, logs and results from the bucket, for reports."""
+"""`collect`: downloads metrics, logs and results from the bucket, for reports."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from perex_t5x.launching.spec import Work
 
 
 def work_of(cluster: Cluster, group: str) -> Work:
-    """What a launch runs, read from its ConfigMaps; they are there as long as its JobSets are."""
+    """What a launch runs, read from its ConfigMaps, which exist as long as its JobSets."""
     maps = cluster.get("configmaps", f"{NAME_LABEL}={group}")
     if not maps:
         raise ConfigError(
             f"there is no launch {group} on the cluster (any more). Its results are in the bucket: give `collect` the flags "
-            "of the launch, --sweep or --gin_file too."
+            "of the launch, including --sweep or --gin_file."
         )
-    # A ConfigMap that no JobSet owns, as of a manifest, may be left of an earlier launch.
-    newest = max(maps, key=lambda found: found["metadata"].get("creationTimestamp", ""))
+    # A ConfigMap that no JobSet owns (it was created from a manifest) may be left from an earlier launch.
+    newest = max(maps, key=lambda one: one["metadata"].get("creationTimestamp", ""))
     launch = newest["metadata"]["labels"].get(LAUNCH_LABEL)
-    maps = [found for found in maps if found["metadata"]["labels"].get(LAUNCH_LABEL) == launch]
-    return joined([Work.from_json(found["data"]["file-0"]) for found in maps])
+    maps = [one for one in maps if one["metadata"]["labels"].get(LAUNCH_LABEL) == launch]
+    return joined([Work.from_json(one["data"]["file-0"]) for one in maps])
 
 
 def joined(parts: Sequence[Work]) -> Work:
-    """The work that was shared out over several JobSets."""
+    """The work of several JobSets."""
     return dataclasses.replace(parts[0], jobs=tuple(job for part in parts for job in part.jobs))
 
 
 def collect(work: Work, name: str, out: str, commands: Commands) -> None:
-    """Copies all but checkpoints to `out`; for a sweep also writes what `perex_t5x.experiments.report` reads."""
+    """Downloads all but checkpoints to `out`; for a sweep also writes what `perex_t5x.experiments.report` reads."""
     if not commands.dry_run:
         kept = os.path.join(out, ".launch", name)
         os.makedirs(kept, exist_ok=True)

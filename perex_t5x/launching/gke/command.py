@@ -6,15 +6,16 @@
     launch    (default) checks everything, creates the JobSets, follows them
     manifest  writes what `launch` would create, to --out or stdout
     follow    follows a launch: --name=...
-    status    says how far a launch is, and why pods do not come up: --name=...
-    collect   brings metrics, logs and results here, to --out or launches/<name>: --name=...
+    status    shows the state of a launch, and why pods do not start: --name=...
+    collect   downloads metrics, logs and results to --out or launches/<name>: --name=...
     stop      stops a launch, which saves, and deletes it: --name=..., or --all; the same as delete
     list      lists all launches of the namespace
 
 Where: --context, --namespace, --queue, --priority, --service_account, --spot, --reservation. How many: --slices, --jobsets.
 --dry_run prints every command and runs none. See docs/launch_gke.md.
 
-Exit status: 0 done; 2 a slip; 3 some runs of the sweep failed for good; 1 anything else; 130 no longer following.
+Exit codes: 0 done; 2 a configuration error; 3 some runs of the sweep failed for good; 1 other failures;
+130 no longer following.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from perex_t5x.launching.gke.manifest import as_yaml
 from perex_t5x.launching.request import Request, define_launch_flags
 from perex_t5x.launching.shell import Commands, Leftovers, say
 
-# Seconds that a process waits for the others: nodes come up, and pull the image, minutes apart. Giving up is final.
+# Seconds that a process waits for the others: nodes start, and pull the image, minutes apart.
 _PATIENCE = "3600"
 _MOST_POLL_SECONDS = 3600
 
@@ -51,26 +52,24 @@ def define_flags() -> None:
 def define_own_flags() -> None:
     """Those that no other launcher has."""
     flags.DEFINE_string("image", None, "The container, such as europe-docker.pkg.dev/PROJECT/perex/perex:TAG.")
-    flags.DEFINE_integer("jobsets", 1, "Share the runs of a sweep out over so many JobSets, which run side by side.")
+    flags.DEFINE_integer("jobsets", 1, "Split the runs of a sweep over this many JobSets, which run side by side.")
     flags.DEFINE_string("context", None, "kubectl's context; default: the current one.")
     flags.DEFINE_string("namespace", "default", "The cluster's namespace.")
     flags.DEFINE_string("queue", None, "Kueue's LocalQueue; on clusters made by xpk: multislice-queue.")
     flags.DEFINE_string("priority", None, "PriorityClass of the pods; on clusters made by xpk: very-low to very-high.")
     flags.DEFINE_string("service_account", None, "Kubernetes service account that may write to the bucket.")
-    flags.DEFINE_integer(
-        "chips_per_host", None, "Where the node pool is made of other machines than usual, such as v5e-8 of two hosts."
-    )
-    flags.DEFINE_integer("grace_seconds", 600, "How long a run has to save when it is stopped.")
-    flags.DEFINE_float("ttl_hours", 72, "A finished JobSet is deleted after so long, and with it the pods' logs.")
+    flags.DEFINE_integer("chips_per_host", None, "For node pools of unusual machines, such as v5e-8 with two hosts.")
+    flags.DEFINE_integer("grace_seconds", 600, "How long a run may take to save when it is stopped.")
+    flags.DEFINE_float("ttl_hours", 72, "Hours after which a finished JobSet is deleted, with the logs of its pods.")
     flags.DEFINE_bool(
-        "host_network", False, "Pods on the nodes' own network: faster between slices, without Workload Identity."
+        "host_network", False, "Pods use the nodes' network: faster between slices, without Workload Identity."
     )
     flags.DEFINE_bool(
-        "privileged", True, "Privileged containers, as xpk's; --noprivileged where the cluster forbids them."
+        "privileged", True, "Privileged containers, as xpk has them; --noprivileged if the cluster forbids them."
     )
     flags.DEFINE_string("out", None, "For `manifest` the file, default stdout; for `collect` the folder.")
     flags.DEFINE_bool("all", False, "For `stop`: every launch of the namespace.")
-    flags.DEFINE_float("poll_seconds", 10, "For following: how often the cluster is asked.")
+    flags.DEFINE_float("poll_seconds", 10, "Seconds between two queries of the cluster while following.")
 
 
 def main(args: Any, words: list[str]) -> int:
@@ -88,9 +87,9 @@ def main(args: Any, words: list[str]) -> int:
         raise ConfigError(f"one command at a time: {' '.join(words)}")
     name = words[0] if words else "launch"
     if name not in known:
-        raise ConfigError(f"{name!r} is no command; known are {', '.join(known)}.{did_you_mean(name, known)}")
+        raise ConfigError(f"{name!r} is not a command; known are {', '.join(known)}.{did_you_mean(name, known)}")
     if not 0 <= args.poll_seconds <= _MOST_POLL_SECONDS:
-        raise ConfigError(f"--poll_seconds={args.poll_seconds}: from 0 to {_MOST_POLL_SECONDS}.")
+        raise ConfigError(f"--poll_seconds={args.poll_seconds}: valid are 0 to {_MOST_POLL_SECONDS}.")
     return known[name](args)
 
 
@@ -121,7 +120,7 @@ def _request(args: Any) -> Request:
 
 
 def _check(asked: Request, cluster: Cluster, plans: list[create.Planned]) -> None:
-    """What all launchers look at before they create anything, and the confirmation."""
+    """What all launchers check before they create anything, and the confirmation."""
     commands = cluster.commands
     _check_bucket(asked, commands)
     checks.check_gin(asked, commands)
@@ -139,18 +138,18 @@ def _check(asked: Request, cluster: Cluster, plans: list[create.Planned]) -> Non
 
 
 def _check_bucket(asked: Request, commands: Commands) -> None:
-    """gcloud is not needed for anything else here: without it, or a project, the bucket is taken to be there."""
+    """gcloud is needed for nothing else here: without it, or without a project, the bucket is assumed to exist."""
     project = asked.project
     if not commands.dry_run and not project and shutil.which("gcloud"):
         project = commands.read(["gcloud", "config", "get-value", "project"], check=False)
     if project and project != "(unset)" and (commands.dry_run or shutil.which("gcloud")):
         checks.bucket(dataclasses.replace(asked, project=project), commands, must_see=False)
     elif not commands.dry_run:
-        say("note: whether the bucket exists is not known: there is no gcloud here, or no --project.")
+        say("note: the bucket was not checked: gcloud is not installed, or there is no --project.")
 
 
 def _offer(error: create.AlreadyRunningError, cluster: Cluster, asked: Request, args: Any) -> int:
-    """Follows the launch that is there, if that is wanted."""
+    """Follows the running launch, if the user wants that."""
     how = logs.command("follow", cluster, error.group)
     if not asked.yes and not prompts.is_interactive():
         raise ConfigError(f"{error}\nTo follow it: {how}") from None
@@ -179,10 +178,6 @@ def _follow(args: Any) -> int:
     return logs.follow(_cluster(args), _name(args), args.poll_seconds)
 
 
-def _status(args: Any) -> int:
-    return show_status(_cluster(args), _name(args))
-
-
 def _collect(args: Any) -> int:
     if args.sweep or args.gin_file:
         asked = _request(args)
@@ -190,29 +185,25 @@ def _collect(args: Any) -> int:
     else:
         name, cluster = _name(args), _cluster(args)
         if args.dry_run:
-            raise ConfigError("a dry run of `collect` needs the flags of the launch, --sweep or --gin_file too.")
+            raise ConfigError("a dry run of `collect` needs the flags of the launch, including --sweep or --gin_file.")
         work, commands = collect.work_of(cluster, name), cluster.commands
     collect.collect(work, name, args.out or os.path.join("launches", name), commands)
     return 0
 
 
-def _list(args: Any) -> int:
-    return show_all(_cluster(args))
-
-
 def _stop(args: Any) -> int:
     if bool(args.all) == bool(args.name):
-        raise ConfigError("stop what? Give --name=..., or --all for every launch of the namespace; not both.")
+        raise ConfigError("give either --name=..., or --all for every launch of the namespace.")
     group = None if args.all else _name(args)
     cluster = _cluster(args)
-    found = [jobset["metadata"]["name"] for jobset in cluster.jobsets(group=group)]
-    if not found and not args.dry_run:
-        say(f"no JobSets {f'of {group}' if group else 'of ours'} are there; what else belongs to them is deleted.")
-    if args.all and found and not args.yes:
-        prompts.confirm(f"Stop and delete {', '.join(found)}?", refused="Nothing was changed.")
+    jobsets = [jobset["metadata"]["name"] for jobset in cluster.jobsets(group=group)]
+    if not jobsets and not args.dry_run:
+        say(f"there are no JobSets {f'of {group}' if group else 'of launches'}; other objects of theirs are deleted.")
+    if args.all and jobsets and not args.yes:
+        prompts.confirm(f"Stop and delete {', '.join(jobsets)}?", refused="Nothing was changed.")
     cluster.commands.run(cluster.delete_group(group), timeout=1800)
-    if found:
-        say(f"deleted {', '.join(found)}; pods that were running have --grace_seconds to save.")
+    if jobsets:
+        say(f"deleted {', '.join(jobsets)}; running pods have --grace_seconds to save.")
     return 0
 
 
@@ -222,25 +213,26 @@ def _cluster(args: Any) -> Cluster:
 
 def _name(args: Any) -> str:
     if args.name is None:
-        raise ConfigError("which launch? Give its --name=...; those that are: ./launch/gke.py list")
+        raise ConfigError("--name is missing: the name of the launch. To list launches: ./launch/gke.py list")
     return names.check_name(args.name)
 
 
-def show_status(cluster: Cluster, group: str) -> int:
-    """Prints how far each JobSet of a launch is, its pods, why some do not come up, and the cluster's last warnings."""
-    found = [State.of(jobset) for jobset in cluster.jobsets(group=group)]
+def _status(args: Any) -> int:
+    """Prints the state of each JobSet of a launch, its pods, why some do not start, and the cluster's last warnings."""
+    cluster, group = _cluster(args), _name(args)
+    states = [State.of(jobset) for jobset in cluster.jobsets(group=group)]
     if cluster.commands.dry_run:
         cluster.pods(group)
         cluster.get("events")
         return 0
-    if not found:
-        raise ConfigError(f"there is no launch {group} on the cluster. Those that are: ./launch/gke.py list")
+    if not states:
+        raise ConfigError(f"there is no launch {group} on the cluster. To list launches: ./launch/gke.py list")
     events = cluster.get("events")
-    for state in found:
+    for state in states:
         pods = cluster.pods(state.name)
         print(f"{state.line}\n  pods: {pod_phases(pods)}")
         if codes := sorted(set(exit_codes(pods)) - {0}):
-            print(f"  ended with exit status {', '.join(map(str, codes))}")
+            print(f"  exit codes {', '.join(map(str, codes))}")
         for words in troubles(pods):
             print(f"  {words}")
         for words in warnings(events, state.name):
@@ -249,13 +241,14 @@ def show_status(cluster: Cluster, group: str) -> int:
     return 0
 
 
-def show_all(cluster: Cluster) -> int:
-    """Prints every JobSet that launches have made in the namespace."""
-    found = [State.of(jobset) for jobset in cluster.jobsets()]
+def _list(args: Any) -> int:
+    """Prints every JobSet that launches have created in the namespace."""
+    cluster = _cluster(args)
+    states = [State.of(jobset) for jobset in cluster.jobsets()]
     if cluster.commands.dry_run:
         return 0
-    for state in sorted(found, key=lambda state: (state.group, state.name)):
+    for state in sorted(states, key=lambda state: (state.group, state.name)):
         print(f"{state.line}, launched as {state.group} at {state.created}")
-    if not found:
-        print(f"nothing of ours in the namespace {cluster.namespace} of {cluster.context}.")
+    if not states:
+        print(f"no launches in the namespace {cluster.namespace} of {cluster.context}.")
     return 0

@@ -109,9 +109,9 @@ def _follow(cluster: Cluster, group: str, poll_seconds: float, log: Log) -> int:
     last: list[State] = []
     while True:
         try:
-            found = [State.of(jobset) for jobset in cluster.jobsets(group=group)]
-            open_ = [state for state in found if not state.finished]
-            watched = next(iter(open_ or found), None)
+            states = [State.of(jobset) for jobset in cluster.jobsets(group=group)]
+            open_ = [state for state in states if not state.finished]
+            watched = next(iter(open_ or states), None)
             pods = cluster.pods(watched.name) if watched else []
             silent = 0
         except CommandError as e:
@@ -127,17 +127,17 @@ def _follow(cluster: Cluster, group: str, poll_seconds: float, log: Log) -> int:
         if watched is None:
             why = " any more: it was deleted." if last else ". To list launches: ./launch/gke.py list"
             raise ConfigError(f"there is no launch {group} on the cluster{why}")
-        for gone in {state.name for state in last} - {state.name for state in found}:
+        for gone in {state.name for state in last} - {state.name for state in states}:
             _say(seen, gone, f"{gone}: deleted")
-        last = found
-        for state in found:
+        last = states
+        for state in states:
             _say(seen, state.name, state.line)
         for words in troubles(pods):
             _say(seen, words, f"{watched.name}: {words}")
         log.attend(first_pod(pods))
         if not open_:
             log.drain()
-            return _finished(cluster, group, found)
+            return _finished(cluster, group, states)
         time.sleep(poll_seconds)
 
 
@@ -148,8 +148,8 @@ def _say(seen: dict[str, str], subject: str, words: str) -> None:
         print(words, file=sys.stderr, flush=True)
 
 
-def _finished(cluster: Cluster, group: str, found: list[State]) -> int:
-    failed = [state for state in found if state.phase == FAILED]
+def _finished(cluster: Cluster, group: str, states: list[State]) -> int:
+    failed = [state for state in states if state.phase == FAILED]
     if not failed:
         print(f"{group} is finished. {_how_to_delete(cluster, group)}", file=sys.stderr, flush=True)
         return 0

@@ -1,4 +1,4 @@
-"""--executor=vertex: every run a custom job of Vertex AI on a TPU v2-8 or v3-8, the ones that XManager's executor knows."""
+"""--executor=vertex: every run is a custom job of Vertex AI on a TPU v2-8 or v3-8, all that XManager's executor knows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def launch(args: Any) -> int:
     _check_work(args, work)
     modules = experiment.modules()
     commands = Commands(args.dry_run)
-    # As the checks of all launchers want it; the slices that they know begin with v4.
+    # What the checks need of a `Request`, whose slices begin with v4.
     asked = SimpleNamespace(
         work=work,
         slice=SimpleNamespace(devices=CORES),
@@ -60,16 +60,16 @@ def launch(args: Any) -> int:
 
 
 def kind_of(topology: str | None, args: Any) -> str:
-    """XManager's name of the chip; for others the way out."""
+    """XManager's name of the chip; raises `ConfigError`, with the commands to use instead, for other chips."""
     if topology is None:
-        raise ConfigError("on which TPU? Vertex through XManager has --topology=v2-8 and --topology=v3-8.")
+        raise ConfigError("--topology is missing: --topology=v2-8 or --topology=v3-8 on Vertex through XManager.")
     if topology in _KNOWN:
         return _KNOWN[topology]
     if re.match(r"v[23]\b", topology):
         raise ConfigError(f"--topology={topology}: of v2 and v3, one host is supported: v2-8 or v3-8.")
     raise ConfigError(
-        f"--topology={topology}: XManager 0.8.5's Vertex executor knows TPU v2-8 and v3-8 alone. The same on {topology}, "
-        f"as TPU VMs or on a GKE cluster:\n{command.other_launchers(args)}"
+        f"--topology={topology}: XManager 0.8.5's Vertex executor knows only TPU v2-8 and v3-8. To run on {topology}, as TPU "
+        f"VMs or on a GKE cluster:\n{command.other_launchers(args)}"
     )
 
 
@@ -80,30 +80,32 @@ def _check_work(args: Any, work: spec.Work) -> None:
     if args.project:
         names.check_project(args.project)
     for job in work.jobs:
-        if found := next((a for a in job.arguments if "$(" in a), None):
-            raise ConfigError(f"{found!r}: Vertex AI would replace $(...) in it by a variable of the container.")
+        if argument := next((a for a in job.arguments if "$(" in a), None):
+            raise ConfigError(f"{argument!r}: Vertex AI would expand $(...) in it.")
     if args.image and work.gin_files:
         raise ConfigError(
-            f"--image: it does not hold your own Gin files, {', '.join(work.gin_files)}. Give --repository instead: the "
-            "image that is built then does."
+            f"--image: it does not contain your own Gin files, {', '.join(work.gin_files)}. Use --repository instead, which "
+            "builds an image that does."
         )
     for name in ("spot", "reservation", "slices", "zone"):
         if getattr(args, name):
-            raise ConfigError(f"--{name} is not for --executor=vertex: XManager asks for one TPU a run, in {REGION}.")
+            raise ConfigError(
+                f"--{name} does not apply to --executor=vertex: XManager requests one TPU per run, in {REGION}."
+            )
 
 
 def _image(args: Any, name: str, work: spec.Work, commands: Commands) -> tuple[str, Callable[[], Any]]:
-    """Its name, and what makes it once that is confirmed."""
+    """The image's name, and a function that builds it after the confirmation."""
     if args.image:
         return image.check_image(args.image), lambda: None
     if not args.repository:
         raise ConfigError(
-            "--image=HOST/PROJECT/REPOSITORY/NAME:TAG is not given; nor is --repository, where one of this checkout would "
-            "be put (./launch/build_image.py does it by itself)."
+            "--image=HOST/PROJECT/REPOSITORY/NAME:TAG is missing, or --repository, to which an image of this checkout would "
+            "be pushed (as ./launch/build_image.py does)."
         )
     repository = image.check_repository(args.repository)
     files = bundle.checkout(args.allow_uncommitted)
-    # The Gin files that travel along are part of it.
+    # The user's own Gin files are part of the image.
     tag = f"{files.commit}-{work.fingerprint}" if work.gin_files else files.commit
 
     def build() -> None:
@@ -125,7 +127,7 @@ def _summary(args: Any, name: str, work: spec.Work, used: str) -> str:
             f"runs      {runs} TPU {topology}, into {work.root}",
             f"where     Vertex AI, {REGION}, project {args.project or '(that of your credentials)'}",
             f"image     {used}",
-            "cost      not known here: there is no preflight for v2 and v3; see https://cloud.google.com/vertex-ai/pricing",
+            "cost      unknown: there is no preflight for v2 and v3; see https://cloud.google.com/vertex-ai/pricing",
             "",
         ]
     )
@@ -148,7 +150,7 @@ def make_jobs(modules: tuple[Any, Any], work: Work, image: str, kind: str) -> li
 def create_jobs(
     xm_local: Any, title: str, root: str, jobs: Sequence[Any], commands: Commands, project: str | None = None
 ) -> int:
-    """Creates all jobs or, where one fails, none: those that are there are cancelled, or named in the last lines."""
+    """Creates all jobs or, if one fails, none: those created so far are cancelled, or named in the last lines."""
     # XManager has no flags for these two.
     os.environ["GOOGLE_CLOUD_BUCKET_NAME"] = names.bucket_of(root).removeprefix("gs://")
     if project:
@@ -163,7 +165,7 @@ def create_jobs(
                 for number, job in enumerate(jobs, 1):
                     try:
                         _wait(experiment.add(job))
-                    finally:  # also one that was created though Ctrl-C came in between
+                    finally:  # also if it was created despite a Ctrl-C
                         for resource in _resources(experiment.experiment_id, number):
                             created.append(resource)
                             leftovers.add(f"custom job {resource}", cancel_command(resource))
@@ -174,7 +176,7 @@ def create_jobs(
     print(f"XManager experiment {experiment.experiment_id}: {len(created)} custom job(s)")
     for resource in created:
         print(f"  {resource}")
-    print(f"look     gcloud ai custom-jobs list --region={REGION}, then gcloud ai custom-jobs stream-logs JOB")
+    print(f"follow   gcloud ai custom-jobs list --region={REGION}, then gcloud ai custom-jobs stream-logs JOB")
     print(f"stop     gcloud ai custom-jobs cancel JOB --region={REGION}")
     return 0
 
@@ -188,7 +190,7 @@ def cancel_command(resource: str) -> list[str]:
 
 
 def _check_free(title: str) -> None:
-    """That no earlier launch of the same name and folder, as this machine's records have them, is going on."""
+    """Raises `ConfigError` if an earlier launch of the same name and folder, in this machine's records, is still active."""
     from xmanager.cloud import vertex
     from xmanager.xm_local.storage import database
 
@@ -196,30 +198,30 @@ def _check_free(title: str) -> None:
     earlier = [records.get_experiment(number) for number in records.list_experiment_ids()]
     for former in (e for e in earlier if e.experiment_title == title):
         resources = [job.caip.resource_name for unit in former.work_units for job in unit.jobs.values()]
-        going_on = [r for r in resources if r and vertex.VertexHandle(r).get_status().is_active]
-        if going_on:
+        active = [r for r in resources if r and vertex.VertexHandle(r).get_status().is_active]
+        if active:
             raise ConfigError(
-                f"this is launched already, XManager experiment {former.experiment_id}, and is going on. To follow it: "
-                f"gcloud ai custom-jobs stream-logs {going_on[0]}"
+                f"this is launched already, as XManager experiment {former.experiment_id}, and is active. To follow it: "
+                f"gcloud ai custom-jobs stream-logs {active[0]}"
             )
 
 
 def _resources(experiment: int, work_unit: int) -> list[str]:
-    """Vertex's name of a work unit's job; none where it has not been created."""
+    """Vertex's name of a work unit's job; none if it has not been created."""
     from xmanager.xm_local.storage import database
 
     return list(database.database().get_work_unit(experiment, work_unit).jobs)
 
 
 def _wait(launched: asyncio.Future) -> None:
-    """The future belongs to XManager's own thread, which Ctrl-C does not stop: its answer is waited for even then."""
+    """Waits for a future of XManager's own thread, even after Ctrl-C, which does not stop that thread."""
     try:
         _until_done(launched)
     except KeyboardInterrupt as e:
-        with contextlib.suppress(KeyboardInterrupt):  # once more: it is only named
+        with contextlib.suppress(KeyboardInterrupt):  # after a second Ctrl-C the job is only named
             _until_done(launched, seconds=_PATIENCE)
         if not launched.done():
-            e.add_note(f"perhaps there is one more custom job: gcloud ai custom-jobs list --region={REGION}")
+            e.add_note(f"there may be one more custom job: gcloud ai custom-jobs list --region={REGION}")
         raise
     launched.result()
 
