@@ -68,7 +68,7 @@ def kind_of(topology: str | None, args: Any) -> str:
     if re.match(r"v[23]\b", topology):
         raise ConfigError(f"--topology={topology}: of v2 and v3, one host is supported: v2-8 or v3-8.")
     raise ConfigError(
-        f"--topology={topology}: XManager 0.8.5's Vertex executor knows only TPU v2-8 and v3-8. To run on {topology}, as TPU "
+        f"--topology={topology}: XManager 0.8.5's Vertex executor knows only v2-8 and v3-8. To run on {topology}, as TPU "
         f"VMs or on a GKE cluster:\n{command.other_launchers(args)}"
     )
 

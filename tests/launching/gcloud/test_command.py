@@ -87,7 +87,7 @@ def test_preempted_before_the_program_runs(cloud):
     cloud.work(cloud.job("a", ""))
     done = cloud.launch()
     assert done.status == 0, done.err
-    assert "taken away before the program ran" in done.err and cloud.verbs.count("create") == 2
+    assert "preempted before the program ran" in done.err and cloud.verbs.count("create") == 2
     assert sorted(cloud.ran) == ["a0", "a1"] and cloud.resources == {}
 
 
@@ -282,7 +282,7 @@ def test_stopped_by_hand(cloud):
     assert refused.status == 2 and "Give --yes" in refused.err and cloud.resources
     (cloud.folder / "go").touch()
     again = cloud.launch()
-    assert again.status == 0 and "it is started again" in again.err, again.err
+    assert again.status == 0 and "it is restarted" in again.err, again.err
     assert sorted(cloud.ran) == ["a0", "a0", "a1", "a1"] and cloud.verbs.count("create") == 1
     assert cloud.resources == {}
 
@@ -301,7 +301,7 @@ def test_another_launch_was_faster(cloud):
     assert done.status == 2, done.err  # no terminal: asked before creating
     done = cloud.launch()
     assert done.status == 0, done.err
-    assert cloud.verbs.count("create") == 1 and "is there already: ACTIVE" in done.err
+    assert cloud.verbs.count("create") == 1 and "exists already: ACTIVE" in done.err
     assert sorted(cloud.ran) == ["a0", "a1"] and cloud.resources == {}
 
 
@@ -327,7 +327,7 @@ def test_created_by_the_step_alone_then_launched(cloud):
         ({"states": ["PROVISIONING", "FAILED"]}, {"failed": "no more capacity"}, "still there: queued resource run"),
         ({}, {"ssh_fails": {"worker": 1}}, "still there: queued resource run"),
         ({}, {"cp_error": "HTTPError 403"}, "still there: queued resource run"),
-        ({"nodes": ["run-0", "run-1"]}, {}, "give --slices=2 to follow it"),
+        ({"nodes": ["run-0", "run-1"]}, {}, "use --slices=2 to follow it"),
     ],
 )
 def test_what_was_found_is_named_where_it_cannot_be_joined(cloud, more, values, words):
@@ -354,9 +354,9 @@ def test_a_full_disk_is_no_stack_trace(cloud):
 @pytest.mark.parametrize(
     "labels,state,status,words",
     [
-        ({"perex-name": "run", "perex-run": "OURS"}, "FAILED", 0, "it is deleted and made anew"),
+        ({"perex-name": "run", "perex-run": "OURS"}, "FAILED", 0, "it is deleted and created again"),
         ({"perex-name": "run", "perex-run": "00000000"}, "ACTIVE", 2, "another folder"),
-        ({}, "ACTIVE", 2, "not one of a launch"),
+        ({}, "ACTIVE", 2, "not created by a launch"),
     ],
 )
 def test_what_is_there_already(cloud, labels, state, status, words):
@@ -402,7 +402,7 @@ def test_a_sweep_is_collected_for_the_report(cloud):
     [
         (("delete", "--name=$(touch x)"), "a name has at most 40"),
         (("follow", "--name=a b"), "such as --name=a-b"),
-        (("status",), "which launch"),
+        (("status",), "--name is missing"),
         (("status", "--name=nothing"), "there is no queued resource nothing"),
         (("stat", "--name=a"), "Did you mean 'start'"),
         (("collect", "--name=a"), "Give --dir=gs://"),

@@ -38,7 +38,7 @@ def test_a_node_is_preempted_before_its_resource_says_so(cloud):
     cloud.work(cloud.job("a", ""))
     done = cloud.launch()
     assert done.status == 0, done.err
-    assert "taken away before the program ran" in done.err and cloud.verbs.count("create") == 2
+    assert "preempted before the program ran" in done.err and cloud.verbs.count("create") == 2
     assert sorted(cloud.ran) == ["a0", "a1"] and cloud.resources == {}
 
 
@@ -169,7 +169,7 @@ def test_another_launch_began_during_the_checks(cloud):
     assert done.status == 2 and "Nothing was created" in done.err  # no terminal
     (cloud.folder / "state.json").unlink()
     done = cloud.launch(keep=True)
-    assert done.status == 0 and "is there already: ACTIVE" in done.err, done.err
+    assert done.status == 0 and "exists already: ACTIVE" in done.err, done.err
     assert "create" not in cloud.verbs and sorted(cloud.ran) == ["a0", "a1"]
 
 

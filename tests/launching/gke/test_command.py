@@ -502,7 +502,7 @@ def test_collect_asks_the_cluster_what_ran(cluster):
 
 
 def test_list_and_stop_all(cluster):
-    assert "nothing of ours" in cluster.run("list").stdout
+    assert "no launches" in cluster.run("list").stdout
     for name in ("one", "two"):
         assert cluster.run(f"--name={name}", f"--dir=gs://bucket/{name}").returncode == 0
     listed = cluster.run("list").stdout

@@ -136,7 +136,7 @@ def test_other_chips_have_a_way_out(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("topology", "words"), [("v3-32", "one host"), (None, "on which TPU"), ("v9-1", "v2-8 and v3")]
+    ("topology", "words"), [("v3-32", "one host"), (None, "--topology is missing"), ("v9-1", "v2-8 and v3")]
 )
 def test_topologies_that_are_refused(topology, words):
     with pytest.raises(ConfigError, match=words):
