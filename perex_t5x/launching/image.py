@@ -20,8 +20,7 @@ from typing import Any
 from absl import flags
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.launching import bundle as package
-from perex_t5x.launching import names
+from perex_t5x.launching import bundle, names
 from perex_t5x.launching.shell import PUSH_DENIED, CommandError, Commands
 from perex_t5x.launching.spec import Work
 
@@ -32,12 +31,12 @@ _HOUR = 3600
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("repository", None, "Where the image goes, without a tag: HOST/PROJECT/REPOSITORY/NAME.")
-    flags.DEFINE_bool("push", True, "Push it; with --nopush it stays on this machine.")
-    flags.DEFINE_bool("cloud_build", False, "Let Google Cloud Build make and push it.")
+    flags.DEFINE_string("repository", None, "Where the image is pushed, without a tag: HOST/PROJECT/REPOSITORY/NAME.")
+    flags.DEFINE_bool("push", True, "Push the image; with --nopush it stays on this machine.")
+    flags.DEFINE_bool("cloud_build", False, "Let Google Cloud Build build and push it.")
     flags.DEFINE_string("project", None, "With --cloud_build: the project that builds.")
-    flags.DEFINE_bool("allow_uncommitted", False, "Take files along as they are, though they are not committed.")
-    flags.DEFINE_list("with_package", [], "Further wheels or project folders to install, such as your own tasks.")
+    flags.DEFINE_bool("allow_uncommitted", False, "Include uncommitted files as they are.")
+    flags.DEFINE_list("with_package", [], "More wheels or project folders to install, such as your own tasks.")
     flags.DEFINE_bool("dry_run", False, "Print the commands, and run none.")
 
 
@@ -48,12 +47,12 @@ def main(args: Any) -> int:
     if args.project:
         names.check_project(args.project)
     repository = check_repository(args.repository)
-    package.check_packages(args.with_package)
-    files = package.checkout(args.allow_uncommitted)
+    bundle.check_packages(args.with_package)
+    files = bundle.checkout(args.allow_uncommitted)
     commands = Commands(args.dry_run)
-    target = package.folder(f"image-{files.commit}")
+    target = bundle.folder(f"image-{files.commit}")
     name = f"{repository}:{files.commit}"
-    with package.alone(target, args.dry_run):
+    with bundle.alone(target, args.dry_run):
         built = context(target, files, commands, args.with_package, args.allow_uncommitted)
         image = build(built, name, files, commands, args.push, args.cloud_build, args.project)
     if not args.dry_run:
@@ -91,7 +90,7 @@ def check_image(image: str) -> str:
 
 def context(
     target: str,
-    files: package.Checkout,
+    files: bundle.Checkout,
     commands: Commands,
     with_package: Sequence[str] = (),
     allow_uncommitted: bool = False,
@@ -106,11 +105,11 @@ def context(
     if not commands.dry_run:
         os.makedirs(target, exist_ok=True)
     work = Work("image", "", (), gin_files=gin_files or {})
-    bundle = package.build(work, target, files, commands, with_package, archive=False)
+    folder = bundle.build(work, target, files, commands, with_package, archive=False)
     texts["requirements.txt"] = requirements(_text(files, "pyproject.toml", allow_uncommitted))
     for name, text in texts.items():
-        commands.write(os.path.join(bundle, name), text)
-    return bundle
+        commands.write(os.path.join(folder, name), text)
+    return folder
 
 
 def requirements(pyproject: str) -> str:
@@ -126,7 +125,7 @@ def requirements(pyproject: str) -> str:
 def build(
     folder: str,
     image: str,
-    files: package.Checkout,
+    files: bundle.Checkout,
     commands: Commands,
     push: bool = True,
     cloud_build: bool = False,
@@ -162,7 +161,7 @@ def _run(commands: Commands, argv: list[str]) -> None:
         raise
 
 
-def _text(files: package.Checkout, name: str, allow_uncommitted: bool) -> str:
+def _text(files: bundle.Checkout, name: str, allow_uncommitted: bool) -> str:
     """The committed text of a file; the current one if `allow_uncommitted`."""
     path = Path(files.root, name)
     try:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.launching import collect as launches
+from perex_t5x.launching import collect as bucket_files
 from perex_t5x.launching.gke.cluster import Cluster
 from perex_t5x.launching.gke.create import JOBS_FILE
 from perex_t5x.launching.gke.manifest import LAUNCH_LABEL, NAME_LABEL
@@ -42,4 +42,4 @@ def collect(work: Work, name: str, out: str, commands: Commands) -> None:
         os.makedirs(kept, exist_ok=True)
         with open(os.path.join(kept, JOBS_FILE), "w", encoding="utf-8") as f:
             f.write(work.to_json())
-    launches.collect(work.root, name, out, commands)
+    bucket_files.collect(work.root, name, out, commands)
