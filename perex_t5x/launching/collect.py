@@ -10,9 +10,10 @@ from perex_t5x.experiments.sweep import execute
 from perex_t5x.experiments.sweep.directory import Folder, result_of_metrics
 from perex_t5x.experiments.sweep.runs import DONE, FAILED, Result, Run
 from perex_t5x.files import write_atomically
-from perex_t5x.launching import names, shell, worker
+from perex_t5x.launching import names, shell
 from perex_t5x.launching.shell import Commands, say
 from perex_t5x.launching.spec import Work
+from perex_t5x.launching.worker import command_fingerprint, read_mark
 
 _LEFT_OUT = r"(.*/)?((checkpoint_[^/]*|\.jax_cache)/.*|bundle\.tar\.gz)$"
 
@@ -49,8 +50,8 @@ def write_results(work: Work, out: str) -> dict[str, Result]:
     results: dict[str, Result] = {}
     for job in work.jobs:
         folder = kept.path("runs", job.name)
-        mark = worker.read_mark(folder)
-        if mark is None or mark.get("arguments") != worker.fingerprint(job):
+        mark = read_mark(folder)
+        if mark is None or mark.get("arguments") != command_fingerprint(job):
             continue
         status = DONE if mark["status"] == "done" else FAILED
         run = runs[job.name]

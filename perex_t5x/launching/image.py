@@ -115,11 +115,21 @@ def context(
 def requirements(pyproject: str) -> str:
     """The wheel's dependencies on a TPU as a requirements file: an image layer that rarely changes.
 
-    >>> requirements('[project]\\nname = "a"\\ndependencies = ["b>=1"]\\n[project.optional-dependencies]\\ntpu = ["c"]')
-    'b>=1\\nc\\n'
+    >>> extras = '[project.optional-dependencies]\\ntrain = ["c"]\\ntpu = ["perex_t5x[train]", "d"]'
+    >>> requirements('[project]\\ndependencies = ["b>=1"]\\n' + extras)
+    'b>=1\\nc\\nd\\n'
     """
     project = tomllib.loads(pyproject)["project"]
-    return "".join(f"{line}\n" for line in [*project["dependencies"], *project["optional-dependencies"]["tpu"]])
+
+    def of_extra(name: str) -> list[str]:
+        lines = []
+        for line in project["optional-dependencies"][name]:
+            # The package itself is not on an index; the layer that follows installs it.
+            own = re.fullmatch(r"perex[-_]t5x\[(\w+)\]", line)
+            lines += of_extra(own[1]) if own else [line]
+        return lines
+
+    return "".join(f"{line}\n" for line in [*project["dependencies"], *of_extra("tpu")])
 
 
 def build(

@@ -19,7 +19,7 @@ from perex_t5x.launching import names
 
 GIN_FOLDER = "gin_files"  # beside jobs.json; a Gin search path of the jobs, which run in the folder of jobs.json
 # Ends of a worker that a restart would repeat. Every other end, such as a lost connection to process 0, is restarted.
-FINAL_REASONS = (Reason.CONFIGURATION, Reason.SOME_FAILED, Reason.DIVERGED, Reason.NO_SPACE)
+FINAL_REASONS = (Reason.CONFIGURATION, Reason.SOME_FAILED, Reason.DIVERGED)
 # The Gin macros that say where a command writes.
 _FOLDERS = ("MODEL_DIR", "EVAL_OUTPUT_DIR", "INFER_OUTPUT_DIR")
 # Flags that are passed on to the jobs if they are given.

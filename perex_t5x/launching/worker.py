@@ -1,11 +1,11 @@
 """Runs jobs.json on a host, one job after another: `python -m perex_t5x.launching.worker --jobs=jobs.json`
 
-The same on every host of a slice; the jobs find each other by themselves. Jobs that are finished (finished.json in their
-folders) are skipped; others resume from their checkpoints. Ctrl-C and SIGTERM reach the job, which saves and stops.
+The same on every host of a slice; the processes of a job find each other. Finished jobs (finished.json in their folders)
+are skipped; others resume from their checkpoints. Ctrl-C and SIGTERM reach the job, which saves and stops.
 
-Exit codes (`perex_t5x.errors.Reason`): 0 all jobs are done; 3 all have ended, some as failures (a loss that diverged, a
-configuration error in one run of a sweep); 2 a configuration error in a single run; 130 stopped; 1 a job broke off, and
-resumes when the worker is started again; 4 a worker runs on this host already.
+Exit codes (`perex_t5x.errors.Reason`): 0 all jobs are done; 3 all have ended, some of them failed (a loss that diverged, a
+configuration error in one run of a sweep); 2 a configuration error in a single run; 130 stopped; 4 a worker runs on this
+host already; otherwise the code of the job that failed, which resumes when the worker is started again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from perex_t5x.experiments.sweep import processes
 from perex_t5x.launching import names
 from perex_t5x.launching.spec import Job, Work
 
-MARK = "finished.json"
-HOST_INDEX = "PEREX_T5X_HOST"  # says it outright
+FINISHED = "finished.json"
+HOST_INDEX = "PEREX_T5X_HOST"  # set by whoever knows it
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 
 
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _alone(path: str) -> Iterator[bool]:
-    """Whether no other worker holds the lock. The system lets go of it when this process ends, however."""
+    """Whether no other worker holds the lock. The system releases it when this process ends, however it ends."""
     with open(path, "a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,7 +90,7 @@ class _Worker:
             return self._run_jobs().exit_code
 
     def _run_jobs(self) -> Reason:
-        # Once, before the first job: all hosts skip the same ones.
+        # Only once, before the first job, so that all hosts skip the same ones.
         finished = read_marks(self._work.jobs)
         failed = sum(mark["status"] != "done" for mark in finished.values())
         jobs = [job for job in self._work.jobs if job.name not in finished]
@@ -101,18 +101,18 @@ class _Worker:
             begun = time.monotonic()
             status = self._run(job)
             if self._writer:
-                keep_log(job, self._log(job))
+                _keep_log(job, self._log(job))
             if status.reason is Reason.INTERRUPTED or (self._asked is not None and status.reason is not Reason.DONE):
                 _say(f"{job.name}: stopped")
                 return Reason.INTERRUPTED
             mark = _mark(status, self._log(job), single=self._work.sweep is None)
             if mark is None:
                 _say(f"{job.name}: {processes.failure(status, self._log(job))}")
-                return status.reason if status.reason is Reason.CONFIGURATION else Reason.ERROR
+                return Reason.ERROR if status.reason in (Reason.SOME_FAILED, Reason.BUSY) else status.reason
             _say(f"{job.name}: {mark['status']}{': ' if mark['error'] else ''}{mark['error']}")
             failed += mark["status"] != "done"
             if self._writer:
-                write_mark(job, {**mark, "seconds": round(time.monotonic() - begun, 1)})
+                _write_mark(job, {**mark, "seconds": round(time.monotonic() - begun, 1)})
         return Reason.SOME_FAILED if failed else Reason.DONE
 
     def _log(self, job: Job) -> str:
@@ -142,8 +142,8 @@ class _Worker:
 
 
 def _mark(status: Status, log: str, single: bool) -> dict[str, Any] | None:
-    """What became of a job that has ended for good; None for one that shall be started again, and for a single run that
-    ended with a configuration error."""
+    """The mark of a job that has ended for good; None for one that is to be restarted, and for a single run with a
+    configuration error."""
     if status.reason is Reason.DONE:
         return {"status": "done", "error": "", "exit": 0}
     if status.reason is Reason.DIVERGED:
@@ -154,14 +154,14 @@ def _mark(status: Status, log: str, single: bool) -> dict[str, Any] | None:
 
 
 def _print(line: bytes) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more: the log has it
+    with contextlib.suppress(OSError, ValueError):  # stdout is closed: the log has the line
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
 
 
 def _environment(root: str) -> Mapping[str, str]:
     return {
-        "JAX_COMPILATION_CACHE_DIR": f"{root}/.jax_cache",  # with the run, so that a new slice finds it
+        "JAX_COMPILATION_CACHE_DIR": f"{root}/.jax_cache",  # in the bucket, so that a new slice finds it
         **os.environ,
         "PYTHONUNBUFFERED": "1",
     }
@@ -172,65 +172,8 @@ def _say(text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} worker: {text}", flush=True)
 
 
-# --- finished.json in a job's folder, in a bucket or on a disk: what became of it -------------------------------------
-
-
-def fingerprint(job: Job) -> str:
-    """Changes with the job's command: a run with other bindings is not finished."""
-    return names.fingerprint("\0".join(job.arguments))
-
-
-def read_marks(jobs: Iterable[Job]) -> dict[str, dict[str, Any]]:
-    """Name -> mark, of the jobs that need not run again: done, or failed in a way that would repeat itself after hours."""
-    jobs = list(jobs)
-    with ThreadPoolExecutor(16) as pool:
-        found = dict(zip([job.name for job in jobs], pool.map(lambda job: read_mark(job.model_dir), jobs), strict=True))
-    return {
-        job.name: mark
-        for job in jobs
-        if (mark := found[job.name]) and mark.get("arguments") == fingerprint(job) and mark.get("exit") != 2
-    }
-
-
-def read_mark(model_dir: str) -> dict[str, Any] | None:
-    """The mark in a folder; None where there is none."""
-    from etils import epath
-
-    try:
-        return json.loads((epath.Path(model_dir) / MARK).read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-
-
-def keep_log(job: Job, path: str, most: int = 10_000_000) -> None:
-    """Copies the end of a job's log into its folder: the host may be gone soon. A log is not worth a run."""
-    from etils import epath
-
-    try:
-        with open(path, "rb") as f:
-            f.seek(max(0, os.path.getsize(path) - most))
-            said = f.read()
-        folder = epath.Path(job.model_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "log.txt").write_bytes(said)
-    except Exception as e:
-        print(f"the log was not copied: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
-
-
-def write_mark(job: Job, mark: Mapping[str, Any]) -> None:
-    from etils import epath
-
-    folder = epath.Path(job.model_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"name": job.name, "arguments": fingerprint(job), **mark}, indent=1, ensure_ascii=False)
-    (folder / MARK).write_text(text + "\n")
-
-
-# --- which host of a launch this is: the first one writes what all would write alike ----------------------------------
-
-
 def host_index(environ: Mapping[str, str] = os.environ) -> int:
-    """0 for the first host of the first slice, and where there is one host; else larger.
+    """0 for the first host of the first slice, which writes what all hosts would write alike; larger for the others.
 
     From the environment (`PEREX_T5X_HOST`, or what GKE sets), then from a TPU VM's metadata.
 
@@ -242,10 +185,10 @@ def host_index(environ: Mapping[str, str] = os.environ) -> int:
     if environ.get("TPU_WORKER_ID"):
         return _number("TPU_WORKER_ID", environ["TPU_WORKER_ID"]) + _slice(environ.get("MEGASCALE_SLICE_ID"))
     if not os.path.exists("/dev/accel0") and not os.path.exists("/dev/vfio/0"):
-        return 0  # no TPU here: nobody to ask
+        return 0  # without a TPU there is no metadata
     worker = _metadata("agent-worker-number")
-    found = re.search(r"^MEGASCALE_SLICE_ID:\s*'?(\d+)", _metadata("tpu-env") or "", re.MULTILINE)
-    return _number("agent-worker-number", worker or "0") + _slice(found and found[1])
+    slice_id = re.search(r"^MEGASCALE_SLICE_ID:\s*'?(\d+)", _metadata("tpu-env") or "", re.MULTILINE)
+    return _number("agent-worker-number", worker or "0") + _slice(slice_id and slice_id[1])
 
 
 def _slice(text: str | None) -> int:
@@ -265,6 +208,57 @@ def _metadata(key: str) -> str | None:
             return answer.read().decode().strip()
     except (urllib.error.URLError, OSError):
         return None
+
+
+def command_fingerprint(job: Job) -> str:
+    """Changes with the job's command: a run with other bindings is not finished."""
+    return names.fingerprint("\0".join(job.arguments))
+
+
+def read_marks(jobs: Iterable[Job]) -> dict[str, dict[str, Any]]:
+    """Name -> mark, of the jobs that need not run again: done, or failed in a way that would repeat itself after hours."""
+    jobs = list(jobs)
+    with ThreadPoolExecutor(16) as pool:
+        marks = dict(zip([job.name for job in jobs], pool.map(lambda job: read_mark(job.model_dir), jobs), strict=True))
+    return {
+        job.name: mark
+        for job in jobs
+        if (mark := marks[job.name]) and mark.get("arguments") == command_fingerprint(job) and mark.get("exit") != 2
+    }
+
+
+def read_mark(model_dir: str) -> dict[str, Any] | None:
+    """The mark in a job's folder, in a bucket or on a disk; None if there is none."""
+    from etils import epath
+
+    try:
+        return json.loads((epath.Path(model_dir) / FINISHED).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _keep_log(job: Job, path: str, most: int = 10_000_000) -> None:
+    """Copies the end of a job's log into its folder, as the host may be gone soon. Must not fail the run."""
+    from etils import epath
+
+    try:
+        with open(path, "rb") as f:
+            f.seek(max(0, os.path.getsize(path) - most))
+            said = f.read()
+        folder = epath.Path(job.model_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "log.txt").write_bytes(said)
+    except Exception as e:
+        print(f"the log was not copied: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
+
+
+def _write_mark(job: Job, mark: Mapping[str, Any]) -> None:
+    from etils import epath
+
+    folder = epath.Path(job.model_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"name": job.name, "arguments": command_fingerprint(job), **mark}, indent=1, ensure_ascii=False)
+    (folder / FINISHED).write_text(text + "\n")
 
 
 if __name__ == "__main__":

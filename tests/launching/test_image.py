@@ -128,7 +128,9 @@ def test_it_installs_as_tpu_vms_do():
 def test_requirements_are_those_of_the_wheel(context):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = (context / "requirements.txt").read_text().splitlines()
-    assert lines == [*project["dependencies"], *project["optional-dependencies"]["tpu"]]
+    own, libtpu = project["optional-dependencies"]["tpu"]
+    assert own == "perex_t5x[train]", "which no index has"
+    assert lines == [*project["dependencies"], *project["optional-dependencies"]["train"], libtpu]
 
 
 def test_the_base_is_the_python_that_the_constraints_are_for():

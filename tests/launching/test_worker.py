@@ -11,7 +11,7 @@ import pytest
 
 from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.launching import worker
-from perex_t5x.launching.spec import Job, Work
+from perex_t5x.launching.spec import FINAL_REASONS, Job, Work
 
 
 def job(tmp_path, name, code):
@@ -72,7 +72,7 @@ def test_failures_of_a_sweep_are_results_but_a_crash_is_not(tmp_path):
     process = start(tmp_path, jobs)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 3, said
-    # The slip is tried again, as its cause may be mended; what diverged would diverge again.
+    # The configuration error is tried again, as its cause may be fixed; what diverged would diverge again.
     assert ran(tmp_path)[3:] == ["slip", "crash", "last"]
     assert "BATCH_SIZE = 3: no" in worker.read_mark(jobs[1].model_dir)["error"]
 
@@ -88,7 +88,9 @@ def test_a_single_runs_slip_ends_with_2(tmp_path):
 def test_what_may_pass_is_started_again(tmp_path, sweep, reason):
     process = start(tmp_path, [job(tmp_path, "a", ends(reason))], sweep=sweep)
     process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == Reason(reason).exit_code
+    assert Reason(reason) not in FINAL_REASONS, "launchers restart it"
+    assert worker.read_marks([Job("a", (), str(tmp_path / "out" / "a"))]) == {}
 
 
 def test_only_the_first_host_writes(tmp_path):
