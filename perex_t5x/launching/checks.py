@@ -1,4 +1,11 @@
-"""Before anything is created: Gin files, preflight, bucket and zone are checked, the cost is shown, and one is asked."""
+"""Before anything is created: Gin files, preflight, bucket and zone are checked, the cost is shown, the user confirms.
+
+    python -m perex_t5x.launching.checks --jobs=jobs.json --devices=256
+
+builds the configuration of every job on fake devices, as the hosts will; it compiles and writes nothing. It runs in the
+folder of jobs.json, so that a file that is not copied along is missed here and not on paid chips. It exits with 2 if a job
+has a configuration error, and lists all of them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +31,7 @@ from perex_t5x.launching.spec import Job, Work
 
 
 def _python(request: Request, module: str, *arguments: str) -> list[str]:
-    """A command of this package on the CPU, which finds what --with_package takes along, and not the working directory."""
+    """A command of this package on the CPU, which can import --with_package but nothing from the working directory."""
     packages = [os.path.abspath(p) for p in request.with_package if os.path.isdir(p)]
     paths = [str(Path(perex_t5x.__file__).parent.parent), *packages, *(os.path.join(p, "src") for p in packages)]
     environment = ["JAX_PLATFORMS=cpu", "XLA_FLAGS=", f"PYTHONPATH={':'.join(paths)}"]
@@ -32,7 +39,7 @@ def _python(request: Request, module: str, *arguments: str) -> list[str]:
 
 
 def check_gin(request: Request, commands: Commands) -> None:
-    """Builds every distinct configuration on as many fake devices as the slices have, in a process of its own."""
+    """Builds every distinct configuration on as many fake devices as the slices have, in its own process."""
     devices = request.slice.devices * request.slices if request.slice else 1
     if commands.dry_run or request.skip_gin_check:
         return  # the check needs files that a dry run does not write
@@ -48,7 +55,7 @@ def check_gin(request: Request, commands: Commands) -> None:
 
 
 def largest_batches(jobs: tuple[Job, ...]) -> dict[str, Job]:
-    """Job -> the job that preflight compiles for it: of those with the same Gin files the one with the largest batch.
+    """Job name -> the job that preflight compiles for it: the largest batch among those with the same Gin files.
 
     >>> a, b = (Job(n, ("-m", "m", "--gin_file=x"), "", size) for n, size in (("a", 8), ("b", 16)))
     >>> {name: job.name for name, job in largest_batches((a, b)).items()}
@@ -66,7 +73,7 @@ def largest_batches(jobs: tuple[Job, ...]) -> dict[str, Job]:
 
 
 def preflight(request: Request, commands: Commands) -> Estimate:
-    """Compiles the steps for the slices, unless that is not wanted; a step that does not fit is refused with its table."""
+    """Compiles the steps for the slices, unless --skip_preflight; a step that does not fit is an error, with its table."""
     jobs, kind = request.work.jobs, request.slice
     seconds: dict[str, float | None] = {}
     if not request.skip_preflight and all(job.module == "perex_t5x.train" for job in jobs):
@@ -75,22 +82,22 @@ def preflight(request: Request, commands: Commands) -> Estimate:
         if not commands.dry_run:
             say(f"compiling {len(compiled)} step(s) for {request.slices} x {kind.topology}; this takes minutes")
         if len(compiled) < len(jobs) and not commands.dry_run:
-            say("of runs with the same Gin files the one with the largest batch; the others are scaled from it")
-        found = {name: _preflight_one(request, job, commands) for name, job in compiled.items()}
+            say("only the largest batch among runs with the same Gin files; the others are scaled from it")
+        seconds_per_step = {name: _preflight_one(request, job, commands) for name, job in compiled.items()}
         for job in jobs:
-            of, per_step = chosen[job.name], found[chosen[job.name].name]
+            of, per_step = chosen[job.name], seconds_per_step[chosen[job.name].name]
             seconds[job.name] = per_step and per_step * job.batch_size / max(of.batch_size, 1)
     return estimate(jobs, seconds, kind, request.slices)
 
 
 def _preflight_one(request: Request, job: Job, commands: Commands) -> float | None:
-    """Seconds a step."""
+    """Seconds per step."""
     where = [f"--topology={request.slice.topology}", f"--slices={request.slices}"]
     argv = _python(request, "perex_t5x.preflight", *where, *job.gin_arguments)
     if commands.dry_run:
         commands.run(argv)
         return None
-    with tempfile.TemporaryDirectory() as folder:  # of this launch alone
+    with tempfile.TemporaryDirectory() as folder:
         bundle.write_jobs(request.work, folder, commands)
         path, status_file = os.path.join(folder, "preflight.json"), os.path.join(folder, "status.json")
         argv = ["env", f"{status.VARIABLE}={status_file}", *argv, f"--json={path}"]
@@ -99,25 +106,26 @@ def _preflight_one(request: Request, job: Job, commands: Commands) -> float | No
 
 
 def _compiled(request: Request, job: Job, done: Completed, path: str, ended: status.Status) -> float | None:
-    """Seconds per step, of what preflight has printed and written."""
-    if done.returncode == 1 and os.path.exists(path) and done.stdout.strip():
+    """Seconds per step, from what preflight has printed and written."""
+    case = {}
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            case = json.load(f)["cases"][0]
         say(done.stdout)
+    if case.get("fits") is False:
         raise ConfigError(
-            f"{job.name} does not fit on {request.slices} x {request.slice.topology}, see the table above: change it, take "
-            "a larger --topology, or leave this check out with --skip_preflight."
+            f"{job.name} does not fit on {request.slices} x {request.slice.topology}, see the table above: change it, "
+            "choose a larger --topology, or skip this check with --skip_preflight."
         )
-    if done.returncode != 0:
-        raise ConfigError(f"preflight of {job.name}: {ended.message}\nTo leave this check out: --skip_preflight.")
-    with open(path, encoding="utf-8") as f:
-        found = json.load(f)["cases"][0]
-    say(done.stdout)
-    return found["seconds"]
+    if done.returncode != 0 or not case:
+        raise ConfigError(f"preflight of {job.name}: {ended.message}\nTo skip this check: --skip_preflight.")
+    return case["seconds"]
 
 
 def bucket(request: Request, commands: Commands, must_see: bool = True) -> dict[str, Any]:
-    """What the cloud says of the bucket; it has to be there before hosts try to write into it.
+    """Raises `ConfigError` if the bucket does not exist; notes if it is far from the slices. Returns its description.
 
-    `must_see=False`: one who may not look at it goes on; the hosts' account may.
+    `must_see=False`: a user without access to it may continue, as the hosts' account may have access.
     """
     name = names.bucket_of(request.work.root)
     argv = ["gcloud", "storage", "buckets", "describe", name, "--format=json", f"--project={request.project}"]
@@ -126,23 +134,23 @@ def bucket(request: Request, commands: Commands, must_see: bool = True) -> dict[
         region = request.zone.rpartition("-")[0] if request.zone else "REGION"
         if done.matches(shell.NO_BUCKET):
             raise ConfigError(
-                f"there is no bucket {name}:\n{done.said}\nMake it, near the slices: gcloud storage buckets create {name} "
+                f"there is no bucket {name}:\n{done.said}\nCreate it, near the slices: gcloud storage buckets create {name} "
                 f"--location={region} --uniform-bucket-level-access"
             )
-        words = shell.refusal(f"the bucket {name} cannot be looked at", done.said)
+        words = shell.refusal(f"the bucket {name} cannot be read", done.said)
         if must_see:
             raise ConfigError(words)
         say(f"note: {words}")
         return {}
-    found = json.loads(done.stdout or "{}")
-    location, region = str(found.get("location", "")).lower(), (request.zone or "").rpartition("-")[0]
+    described = json.loads(done.stdout or "{}")
+    location, region = str(described.get("location", "")).lower(), (request.zone or "").rpartition("-")[0]
     if location and region and location not in (region, region.partition("-")[0]):
         say(f"note: {name} is in {location}, the slices are in {region}: reading and writing costs time and money.")
-    return found
+    return described
 
 
 def zone_has(request: Request, commands: Commands) -> None:
-    """That the zone has such slices at all. Whether some are free, and the quota allows them, is seen when creating."""
+    """Raises `ConfigError` if the zone has no such slices. Whether some are available shows when they are created."""
     where = [f"--zone={request.zone}", f"--project={request.project}"]
     kind = request.slice.accelerator_type
     argv = ["gcloud", "compute", "tpus", "accelerator-types", "describe", kind, *where, "--format=json"]
@@ -151,14 +159,14 @@ def zone_has(request: Request, commands: Commands) -> None:
         return
     if done.matches(shell.GONE):
         raise ConfigError(
-            f"--zone={request.zone} has no {kind}. What it has: gcloud compute tpus accelerator-types list "
+            f"--zone={request.zone} has no {kind}. To list what it has: gcloud compute tpus accelerator-types list "
             f"{' '.join(where)}. Zones by chip: https://cloud.google.com/tpu/docs/regions-zones"
         )
-    raise ConfigError(f"the zone cannot be asked for {kind}:\n{done.said}")
+    raise ConfigError(f"whether the zone has {kind} is not known:\n{done.said}")
 
 
 def confirm(summary: str, request: Request) -> None:
-    """Shows the summary, and asks on a terminal; in scripts --yes has to be given."""
+    """Shows the summary and asks for confirmation; scripts have to give --yes."""
     say(summary)
     if not request.yes and not request.dry_run:
         prompts.confirm("Create?", refused="Nothing was created.")
@@ -168,9 +176,9 @@ def summary(request: Request, cost: Estimate, commit: str, where: str) -> str:
     """What would be created and run, in a few lines."""
     kind, work = request.slice, request.work
     what = f"{len(work.jobs)} runs, one after another" if work.sweep else f"{work.jobs[0].module} of one run"
-    tier = "spot, may be taken away at any time" if request.spot else request.reservation or "on demand"
+    tier = "spot, may be preempted at any time" if request.spot else request.reservation or "on demand"
     if request.reserved:
-        tier = "of the project's reservation"
+        tier = "reserved"
     along = bundle.uncommitted([*work.gin_files.values(), *request.with_package])
     return "\n".join(
         [
@@ -189,14 +197,15 @@ def summary(request: Request, cost: Estimate, commit: str, where: str) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """
+    """Hours, chip-hours and cost of a launch, from preflight's seconds per step and list prices.
+
     Attributes:
       chips: of all slices.
-      price: of a chip-hour in USD; None where not known.
-      hours: of all jobs; None where it is not known.
+      price: of a chip-hour in USD; None if not known.
+      hours: of all jobs; None if not known.
 
     >>> print(Estimate(256, 1.2, 10.0).words())
-    at least 10.0 hours, 2,560 chip-hours, about $3,072 at $1.2 a chip-hour (the compiler's cycles, without collectives,
+    at least 10.0 hours, 2,560 chip-hours, about $3,072 at $1.2 per chip-hour (the compiler's cycles, without collectives,
     input and evaluation: a lower bound; compiling and restarts come on top)
     """
 
@@ -207,7 +216,7 @@ class Estimate:
     def words(self) -> str:
         if self.hours is None:
             return (
-                f"{self.chips:,} chip-hours an hour, {self._dollars(self.chips, ' an hour')} (how many hours is not known "
+                f"{self.chips:,} chip-hours per hour, {self._dollars(self.chips, ' per hour')} (how many hours is not known "
                 "without preflight)"
             )
         chip_hours = self.hours * self.chips
@@ -220,16 +229,16 @@ class Estimate:
     def _dollars(self, chip_hours: float, each: str = "") -> str:
         if self.price is None:
             return "list price not known: give --price_per_chip_hour"
-        return f"about ${chip_hours * self.price:,.0f}{each} at ${self.price:g} a chip-hour"
+        return f"about ${chip_hours * self.price:,.0f}{each} at ${self.price:g} per chip-hour"
 
 
 def estimate(jobs: Sequence[Job], seconds: Mapping[str, float | None], kind: Slice, slices: int) -> Estimate:
-    """Adds up steps times seconds a step.
+    """Adds up steps times seconds per step.
 
     Args:
-      jobs: what runs, one after another.
-      seconds: of a step, by the job's name; a job that is not in it, or None, makes the hours unknown.
-      kind, slices: on what.
+      jobs: run one after another.
+      seconds: per step, by the job's name; a job that is missing, or None, makes the hours unknown.
+      kind, slices: what they run on.
     """
     each = [seconds.get(job.name) for job in jobs]
     hours = None if None in each else sum(s * job.train_steps for s, job in zip(each, jobs, strict=True)) / 3600
@@ -249,18 +258,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     use_cpu_backend(options.devices)
     console.import_tensorflow_quietly()
-    slips = [slip for job in one_a_group(jobs) if (slip := _slip(job))]
-    for slip in dict.fromkeys(slips):
-        print(slip)
-    return Reason.CONFIGURATION.exit_code if slips else 0
+    problems = [problem for job in one_per_group(jobs) if (problem := _problem(job))]
+    for problem in dict.fromkeys(problems):
+        print(problem)
+    return Reason.CONFIGURATION.exit_code if problems else 0
 
 
-def one_a_group(jobs: Sequence[Job]) -> list[Job]:
-    """The first of those that differ in learning rate and seed alone."""
+def one_per_group(jobs: Sequence[Job]) -> list[Job]:
+    """The first of those that differ only in learning rate and seed."""
     return list({(job.group or job.name): job for job in reversed(jobs)}.values())[::-1]
 
 
-def _slip(job: Job) -> str | None:
+def _problem(job: Job) -> str | None:
     from perex_t5x import gin_utils
     from perex_t5x import train as train_script
     from perex_t5x.experiments.sweep import plan
@@ -281,7 +290,7 @@ def _slip(job: Job) -> str | None:
 
 
 def _configure_data(job: Job) -> None:
-    """As `cli` does it for the job's own process."""
+    """As `perex_t5x.cli` does in the job's own process."""
     import seqio
 
     for folder in _values(job, "tfds_data_dir"):

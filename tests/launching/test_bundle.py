@@ -123,7 +123,7 @@ def test_gin_files_travel_with_what_they_include(tmp_path, monkeypatch):
     assert extra.add("models/nano.gin") == "models/nano.gin"
     assert extra.add(f"{gin_utils.shipped_gin_dir()}/models/nano.gin") == "models/nano.gin"
     assert extra.add("mine.gin") == "mine.gin"
-    assert sorted(extra.found) == ["mine.gin", "parts/b.gin", "parts/c.gin"]
+    assert sorted(extra.paths) == ["mine.gin", "parts/b.gin", "parts/c.gin"]
     assert extra.add(str(tmp_path / "mine.gin")) == "mine.gin"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.gin").write_text("")
@@ -202,7 +202,7 @@ def test_the_estimate():
     found = estimate(jobs, {"a": 1.0, "b": 0.5}, Slice.of("v5e-16"), 2)
     assert (found.hours, found.chips) == (2.0, 32)
     assert "at least 2.0 hours, 64 chip-hours, about $77" in found.words()
-    assert "32 chip-hours an hour, about $38 an hour" in estimate(jobs, {}, Slice.of("v5e-16"), 2).words()
+    assert "32 chip-hours per hour, about $38 per hour" in estimate(jobs, {}, Slice.of("v5e-16"), 2).words()
 
 
 def test_own_files_that_no_commit_holds_are_named(tmp_path):

@@ -60,7 +60,7 @@ def preflight_that(tmp_path, monkeypatch, code):
 
 
 FITS = "import sys, json; path = [a for a in sys.argv if a.startswith('--json=')][0][7:]\n"
-FITS += "json.dump({'cases': [{'seconds': 36.0}]}, open(path, 'w')); print('TABLE', *sys.argv[1:3])\n"
+FITS += "json.dump({'cases': [{'seconds': 36.0, 'fits': True}]}, open(path, 'w')); print('TABLE', *sys.argv[1:3])\n"
 
 
 def test_preflight_of_the_largest_batch_and_the_cost(tmp_path, monkeypatch, capfd):
@@ -70,11 +70,11 @@ def test_preflight_of_the_largest_batch_and_the_cost(tmp_path, monkeypatch, capf
     assert len(commands.record) == 1 and any("BATCH_SIZE = 32" in a for a in commands.record[0])
     assert found == Estimate(16, 1.2, (36 + 18) * 10 / 3600)
     said = capfd.readouterr().err
-    assert "TABLE --topology=v5e:4x4 --slices=1" in said and "the one with the largest batch" in said
+    assert "TABLE --topology=v5e:4x4 --slices=1" in said and "only the largest batch" in said
 
 
 def test_what_does_not_fit_is_refused_with_its_table(tmp_path, monkeypatch, capfd):
-    preflight_that(tmp_path, monkeypatch, FITS + "sys.exit(1)")
+    preflight_that(tmp_path, monkeypatch, FITS.replace("True", "False") + "sys.exit(1)")
     with pytest.raises(ConfigError, match="does not fit on 1 x v5e:4x4"):
         checks.preflight(request(job("a", 16)), Commands())
     assert "TABLE" in capfd.readouterr().err
@@ -110,7 +110,7 @@ def test_the_summary(tmp_path):
     assert "1 x v5e:4x4 (16 chips on 4 host(s)), spot" in said and "abc-dirty" in said and "along" not in said
     own = dataclasses.replace(request(job("a", 16)), reserved=True, with_package=(str(tmp_path),))
     said = checks.summary(own, Estimate(16, 1.2), "abc", "p, z")
-    assert "host(s)), of the project's reservation" in said and f"along     {tmp_path} (not in git)" in said
+    assert "host(s)), reserved" in said and f"along     {tmp_path} (not in git)" in said
 
 
 @pytest.mark.slow

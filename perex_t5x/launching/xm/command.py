@@ -25,13 +25,13 @@ EXECUTORS = ("local", "vertex", "gke")
 
 def define_flags() -> None:
     define_launch_flags()
-    flags.DEFINE_string("executor", "local", "Where the runs run: local (this machine), vertex, or gke.")
-    flags.DEFINE_integer("parallel", None, "With --executor=local: runs at once; default 1.")
+    flags.DEFINE_string("executor", "local", "Where the runs are executed: local (this machine), vertex, or gke.")
+    flags.DEFINE_integer("parallel", None, "With --executor=local: number of runs at once; default 1.")
     flags.DEFINE_bool("print_commands", False, "Check a sweep, print the command of every run, and stop.")
-    flags.DEFINE_bool("follow", False, "With --executor=local: where this is running already, look on.")
-    flags.DEFINE_string("repository", None, "With --executor=vertex: where an image of this checkout is put.")
+    flags.DEFINE_bool("follow", False, "With --executor=local: if this is running already, follow it.")
+    flags.DEFINE_string("repository", None, "With --executor=vertex: where an image of this checkout is pushed.")
     _define_gke_flags()
-    with contextlib.suppress(ImportError):  # said once it is needed
+    with contextlib.suppress(ImportError):  # reported once it is needed
         from xmanager import xm, xm_flags  # noqa: F401  (they define --xm_...)
 
 
@@ -44,7 +44,7 @@ def define_for_xmanager(argv: Sequence[str], usage: str | None) -> None:
 
 
 def _define_gke_flags() -> None:
-    """Those of launch/gke.py, to which --executor=gke hands them on; --image is one of them."""
+    """Those of launch/gke.py, to which --executor=gke passes them; --image is one of them."""
     with contextlib.suppress(ImportError):
         from perex_t5x.launching.gke import command as gke_command
 
@@ -54,7 +54,7 @@ def _define_gke_flags() -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """What `xmanager launch` calls with the flags read; does not return."""
+    """Called by `xmanager launch` once the flags are read; does not return."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.exit(cli.guarded(_from_xmanager, (OSError,)))
 
@@ -67,7 +67,7 @@ def _from_xmanager() -> int:
 
 
 def launch(args: Any) -> int:
-    """What launch/xm_launch.py does by itself, too."""
+    """The command, under `xmanager launch` and by itself."""
     if args.executor not in EXECUTORS:
         raise ConfigError(
             f"--executor={args.executor}: known are {', '.join(EXECUTORS)}.{did_you_mean(args.executor, EXECUTORS)}"
@@ -78,7 +78,7 @@ def launch(args: Any) -> int:
 def _local(args: Any) -> int:
     from perex_t5x.launching.xm import experiment
 
-    experiment.modules()  # or the reason, before anything is read
+    experiment.modules()  # fails without XManager, before anything is read
     from perex_t5x.launching.xm import local
 
     return local.launch(args)
@@ -90,18 +90,15 @@ def _vertex(args: Any) -> int:
     return vertex.launch(args)
 
 
-def _gke(args: Any) -> int:
-    return hand_over_to_gke()
+_EXECUTORS = {"local": _local, "vertex": _vertex, "gke": lambda args: hand_over_to_gke()}
 
-
-_EXECUTORS = {"local": _local, "vertex": _vertex, "gke": _gke}
-
+# --- --gin.NAME=VALUE and --sweep.NAME=VALUE under `xmanager launch`, which reads flags before a script does ---
 
 _DOTTED = re.compile(r"--?((?:gin|sweep)\.[^=]+)(=|$)", re.DOTALL)
 
 
 def define_dotted(argv: Sequence[str]) -> None:
-    """Makes the dotted flags of a command line known to absl, each by its own name. `reparsed` gives them their meaning."""
+    """Defines the dotted flags of a command line, so that absl accepts them; `reparsed` then gives them their meaning."""
     for arg in argv:
         match = _DOTTED.match(arg)
         if match and match[1] not in flags.FLAGS:
@@ -109,7 +106,7 @@ def define_dotted(argv: Sequence[str]) -> None:
 
 
 def script_arguments(argv: Sequence[str]) -> list[str]:
-    """What of XManager's command line is for the script.
+    """The part of XManager's command line that is for the script.
 
     >>> script_arguments(["xmanager", "launch", "launch/xm_launch.py", "--", "--gin_file=a.gin"])
     ['launch/xm_launch.py', '--gin_file=a.gin']
@@ -122,7 +119,7 @@ def script_arguments(argv: Sequence[str]) -> list[str]:
 
 
 def reparsed(argv: Sequence[str] | None = None) -> list[str]:
-    """Parses the flags again, with the dotted ones rewritten; returns the words that are no flags.
+    """Parses the flags again, with the dotted ones rewritten; returns the arguments that are not flags.
 
     Raises:
       ConfigError: --gin.NAME without a value.
@@ -133,17 +130,21 @@ def reparsed(argv: Sequence[str] | None = None) -> list[str]:
     xm_launch_script = known.xm_launch_script if "xm_launch_script" in known else None
     known.unparse_flags()
     words = known([script, *given])
-    if xm_launch_script:  # XManager's own, which it has put in
+    if xm_launch_script:  # set by XManager itself
         known.xm_launch_script = xm_launch_script
     return words[1:]
 
 
-# Of launch/xm_launch.py alone.
+# --- what XManager's executors cannot do, our own launchers do ------------------------------------------------------
+# XManager 0.8.5's Vertex executor knows only TPU v2 and v3. Its Kubernetes executor creates one pod per job and requests no
+# TPUs (google.com/tpu) in it, so it cannot run a slice of several hosts.
+
+# Only of launch/xm_launch.py.
 _OWN = ("executor", "parallel", "print_commands", "follow", "repository")
 
 
 def given(argv: Sequence[str] | None = None, without: Sequence[str] = ()) -> list[str]:
-    """The flags of the command line that the other launchers know, too, as they were written.
+    """The flags of the command line that the other launchers also know, as they were written.
 
     >>> given(["x.py", "--executor=gke", "--gin.A=1", "--parallel", "2", "--xm_upgrade_db", "--image=i"], without=["image"])
     ['--gin.A=1']
@@ -163,7 +164,7 @@ def given(argv: Sequence[str] | None = None, without: Sequence[str] = ()) -> lis
 
 
 def other_launchers(args: Any) -> str:
-    """The two commands that run on any TPU, with the user's own flags."""
+    """The two commands that run on any TPU, with the user's flags."""
     image = [] if args.image else ["--image=HOST/PROJECT/REPOSITORY/NAME:TAG"]
     gcloud = ["./launch/gcloud_tpu.py", *given(without=["image"])]
     gke = ["./launch/gke.py", *given(), *image]
@@ -171,13 +172,13 @@ def other_launchers(args: Any) -> str:
 
 
 def hand_over_to_gke() -> int:
-    """Becomes launch/gke.py, which makes JobSets; does not return."""
+    """Becomes launch/gke.py, which creates JobSets; does not return."""
     script = Path(perex_t5x.__file__).resolve().parent.parent / "launch" / "gke.py"
     if not script.is_file():
-        raise ConfigError(f"{script} is not there: launch from a checkout of perex_t5x.")
+        raise ConfigError(f"{script} does not exist: launch from a checkout of perex_t5x.")
     argv = [sys.executable, str(script), *given()]
     print(
-        "XManager's Kubernetes executor cannot run TPU slices; going on with launch/gke.py, which it does not record.",
+        "XManager's Kubernetes executor cannot run TPU slices; continuing with launch/gke.py, which it does not record.",
         file=sys.stderr,
         flush=True,
     )

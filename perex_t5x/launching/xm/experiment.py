@@ -31,7 +31,7 @@ from perex_t5x.experiments.sweep.runs import Run
 
 
 def modules() -> tuple[Any, Any]:
-    """`xm` and `xm_local`; a reason where XManager is not installed."""
+    """`xm` and `xm_local`; raises `ConfigError` if XManager is not installed."""
     try:
         from xmanager import xm, xm_local
     except ImportError as e:
@@ -43,11 +43,11 @@ def modules() -> tuple[Any, Any]:
 
 
 class Experiment:
-    """Made with its first work unit, so that a sweep that is finished already leaves no empty experiment behind.
+    """Created with its first work unit, so that a finished sweep leaves no empty experiment behind.
 
     Attributes:
       title: as XManager shows it.
-      record: the file in which experiments and work units are written down for people.
+      record: the path of xmanager.json.
     """
 
     def __init__(self, title: str, record: str):
@@ -104,7 +104,7 @@ class Experiment:
     def _open(self) -> None:
         try:
             made = self._xm_local.create_experiment(experiment_title=self.title)
-        except Exception as e:  # of the database: not writable, of an older version, a server that is not there
+        except Exception as e:  # of the database: not writable, of an older version, or its server is down
             raise ConfigError(f"XManager cannot open its records of experiments: {type(e).__name__}: {e}") from e
         made.__enter__()
         self._made = made
@@ -125,7 +125,7 @@ class Experiment:
         logging.info("XManager experiment %d, %r", made.experiment_id, self.title)
 
     def _write_record(self) -> None:
-        """Earlier launches of the same folder stay in it."""
+        """Entries of earlier launches into the same folder are kept."""
         try:
             with open(self.record, encoding="utf-8") as f:
                 earlier = json.load(f)
@@ -149,13 +149,13 @@ class _WorkUnit(processes.RunProcess):
 
 
 class UnitProcess:
-    """What of `subprocesses.Child` the sweep needs, for the process of a work unit.
+    """The part of `subprocesses.Child` that sweeps need, for the process of a work unit.
 
     Args:
-      run, launched: the run, and XManager's work unit, once it is there.
+      run, launched: the run, and the future of XManager's work unit.
       record: of `subprocesses.run_unit`.
-      started: told the process's number.
-      status_file, log: the run's.
+      started: called with the process's id.
+      status_file, log: of the run.
     """
 
     def __init__(
@@ -190,12 +190,12 @@ class UnitProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         if self._ended.done():
-            # Where nothing was written, the process was killed before it could.
+            # Without a record the process was killed before it could write one.
             self.returncode = self._read().get("returncode", -signal.SIGKILL)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Kept until the process can take it: it may not have begun."""
+        """Delivered once the process has started."""
         self._asked = number
         self.poll()
 
@@ -214,13 +214,13 @@ class UnitProcess:
 
 @contextlib.contextmanager
 def _explained(run: Run) -> Iterator[None]:
-    """XManager writes a work unit down before it starts it: a full disk, or a database that another process holds, is seen
+    """XManager records a work unit before it starts it: a full disk, or a database that another process has locked, shows
     only here, in the middle of a sweep."""
     try:
         yield
     except Exception as e:
         raise TrainingError(
-            f"XManager could not start {run.name}: {type(e).__name__}: {e}\nThe same command goes on with what is not "
+            f"XManager could not start {run.name}: {type(e).__name__}: {e}\nThe same command resumes what is not "
             "finished."
         ) from e
 
@@ -230,20 +230,20 @@ def _now() -> str:
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """What distinguishes a run, as XManager takes it: numbers and text."""
+    """What distinguishes a run, as numbers and text, which XManager accepts."""
     numbers = {"batch_size": run.batch_size, "learning_rate": run.learning_rate}
-    found = {**run.values, **numbers, "seed": run.seed if run.values else None}  # that of a single run is not known
-    return {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in found.items() if v is not None}
+    values = {**run.values, **numbers, "seed": run.seed if run.values else None}  # that of a single run is not known
+    return {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in values.items() if v is not None}
 
 
 def close_quietly(experiment: Any, *exc: Any) -> None:
-    """Ends an experiment without its "Waiting for local jobs to complete", which is said though there are none any more."""
+    """Ends an experiment without printing "Waiting for local jobs to complete" although there are none any more."""
     with contextlib.redirect_stdout(io.StringIO()):
         experiment.__exit__(*exc)
 
 
 def _forget_ended_jobs() -> None:
-    """XManager would tell, as the interpreter ends, that it terminates jobs "that may still be running"."""
+    """Otherwise XManager prints at exit that it terminates jobs "that may still be running"."""
     import atexit
 
     from xmanager.xm_local import execution

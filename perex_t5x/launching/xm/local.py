@@ -1,4 +1,4 @@
-"""--executor=local: every run a work unit of XManager on this machine, results as `perex_t5x.experiments.sweep` has them."""
+"""--executor=local: runs are XManager work units on this machine, with the results of `perex_t5x.experiments.sweep`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FIRST_LINES = 10  # of a log that is followed
 
 
 def launch(args: Any) -> int:
-    """Runs the sweep, or the one run, to its end; returns the status of the command."""
+    """Runs the sweep, or the single run, to its end; returns the exit code."""
     _check_flags(args)
     if not args.sweep:
         return launch_single(args)
@@ -46,23 +46,23 @@ def launch(args: Any) -> int:
 
 
 def _check_flags(args: Any) -> None:
-    slips = []
+    problems = []
     if args.dir and "://" in args.dir:
-        slips.append(f"--dir={args.dir}: --executor=local writes to a folder of this machine.")
+        problems.append(f"--dir={args.dir}: --executor=local writes to a folder of this machine.")
     for name in ("topology", "slices", "spot", "reservation", "zone", "image"):
         if getattr(args, name):
-            slips.append(f"--{name} is not for --executor=local, which runs on what this machine has.")
+            problems.append(f"--{name} does not apply to --executor=local, which uses this machine.")
     if args.parallel is not None and args.parallel < 1:
-        slips.append(f"--parallel={args.parallel}: must be at least 1.")
+        problems.append(f"--parallel={args.parallel}: must be at least 1.")
     if args.parallel is not None and not args.sweep:
-        slips.append("--parallel is for a sweep: give --sweep, too.")
+        problems.append("--parallel is only for sweeps: add --sweep.")
     if args.xm_use_multiplexer or args.xm_open_multiplexer_window:
-        slips.append(
+        problems.append(
             "--xm_use_multiplexer: the runs write their output to log.txt in their folders, not to a terminal. "
-            "Look at one with tail -f."
+            "Follow one with tail -f."
         )
-    if slips:
-        raise ConfigError("\n".join(slips))
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class SingleRun(Run):
 
 
 def launch_single(args: Any) -> int:
-    """Runs it; returns the status of a command."""
+    """Runs one run, without a sweep; returns the exit code."""
     run = from_flags(args)
     _check(run)
     if args.dry_run:
-        print("dry run: the run is fine. Nothing was run.")
+        print("dry run: the configuration is valid. Nothing was run.")
         return 0
     try:
         return _run(args, run)
@@ -97,7 +97,7 @@ def launch_single(args: Any) -> int:
 
 def _run(args: Any, run: SingleRun) -> int:
     record = f"{run.model_dir}/xmanager.json"
-    # The folder is held against a second launch.
+    # The lock refuses a second launch.
     with Folder(run.model_dir).locked(), Experiment(args.name or run.name, record) as experiment:
         results: list[Result] = []
         stop = threading.Event()
@@ -108,11 +108,11 @@ def _run(args: Any, run: SingleRun) -> int:
                 show.finished(result)
 
             processes.run_all([run], run.model_dir, show, finished, 1, stop, experiment.child)
-    return _told(run, results[0]) if results else Reason.INTERRUPTED.exit_code
+    return _report(run, results[0]) if results else Reason.INTERRUPTED.exit_code
 
 
 def _follow_single(run: SingleRun, busy: InUseError, follow: bool) -> int:
-    """What a run that is running already comes to, if that is wanted; else the slip, with the way to look."""
+    """Follows a run that is running already, if the user wants that; else raises `ConfigError`, which says how."""
     words = f"MODEL_DIR = {run.model_dir!r}: this run is running already (process {busy.process})."
     if not _wants_to_follow(words, follow):
         raise ConfigError(
@@ -123,13 +123,13 @@ def _follow_single(run: SingleRun, busy: InUseError, follow: bool) -> int:
     result = result_of_metrics(run, run.model_dir, seconds=0)
     if result.steps < run.train_steps:
         raise TrainingError(
-            f"the run that was followed has ended after {result.steps} of {run.train_steps} steps. The same command goes on."
+            f"the followed run has ended after {result.steps} of {run.train_steps} steps. The same command resumes it."
         )
-    return _told(run, result)
+    return _report(run, result)
 
 
 def from_flags(args: Any) -> SingleRun:
-    """What the flags describe; raises `ConfigError` for a slip in the Gin files."""
+    """The run that the flags describe; raises `ConfigError` for errors in the Gin files."""
     import gin
 
     from perex_t5x.cli import gin_command
@@ -138,12 +138,12 @@ def from_flags(args: Any) -> SingleRun:
         raise ConfigError("nothing to run: give --gin_file=runs/quickstart.gin, or --sweep=sweeps/learning_rate.gin.")
     for name in ("sweep_bindings", "only", "print_commands"):
         if getattr(args, name, None):
-            raise ConfigError(f"--{name} is for a sweep: give --sweep, too.")
+            raise ConfigError(f"--{name} is only for sweeps: add --sweep.")
     bindings = [*args.gin_bindings, *([f"MODEL_DIR = {absolute(args.dir)!r}"] if args.dir else [])]
     gin_command.load_training(args)
     parsed = spec.parse(args, bindings)
     if (folder := parsed.folder) is None:
-        raise ConfigError("the Gin files have no MODEL_DIR: give those of a run, and --gin.MODEL_DIR=FOLDER.")
+        raise ConfigError("the Gin files set no MODEL_DIR: use those of a run, and set --gin.MODEL_DIR=FOLDER.")
     if "://" in folder:
         raise ConfigError(
             f"MODEL_DIR = {folder!r}: --executor=local keeps the run's log in that folder, which has to be on this machine."
@@ -169,7 +169,7 @@ def from_flags(args: Any) -> SingleRun:
 
 
 def _check(run: SingleRun) -> None:
-    """What the command's own --dry_run finds."""
+    """Raises `ConfigError` with what the command's own --dry_run reports."""
     checked = dataclasses.replace(run, flags=(*run.flags, "--dry_run")).command("")
     with tempfile.TemporaryDirectory() as scratch:
         child = subprocesses.Child(checked, log=f"{scratch}/log.txt", status_file=f"{scratch}/status.json")
@@ -178,9 +178,9 @@ def _check(run: SingleRun) -> None:
             raise ConfigError(status.message)
 
 
-def _told(run: SingleRun, result: Result) -> int:
+def _report(run: SingleRun, result: Result) -> int:
     if result.status == STOPPED:
-        print("Stopped, and saved. The same command goes on.", file=sys.stderr)
+        print("Stopped and saved. The same command resumes it.", file=sys.stderr)
         return Reason.INTERRUPTED.exit_code
     if result.status != DONE:
         print(f"{run.name} failed: {result.error}", file=sys.stderr)
@@ -191,10 +191,10 @@ def _told(run: SingleRun, result: Result) -> int:
 
 
 def follow_instead(plan: Plan, folder: str, busy: InUseError, follow: bool) -> list[Result]:
-    """Follows the sweep if asked, by the flag or on the terminal; else the slip, with the ways to look."""
+    """Follows a sweep that is running already, if the user wants that; else raises `ConfigError`, which says how."""
     if not _wants_to_follow(f"{folder}: this sweep is running already, in process {busy.process}.", follow):
         raise ConfigError(
-            f"{busy} With --follow this command looks on until it ends; its results so far are in {folder}/results.csv."
+            f"{busy} With --follow this command follows it until it ends; its results so far are in {folder}/results.csv."
         ) from None
     return follow_sweep(plan, folder)
 
@@ -205,50 +205,50 @@ def _wants_to_follow(words: str, follow: bool) -> bool:
 
 
 def follow_sweep(plan: Plan, folder: str, stream: TextIO | None = None) -> list[Result]:
-    """Says how many runs are done whenever that changes; returns the results of all.
+    """Prints how many runs are done whenever that changes; returns the results of all.
 
     Raises:
       TrainingError: it was stopped, or runs have failed, so that some are not finished.
-      KeyboardInterrupt: after Ctrl-C. The sweep itself goes on.
+      KeyboardInterrupt: after Ctrl-C. The sweep itself continues.
     """
     stream = stream or sys.stderr
-    kept, said = Folder(folder), ""
+    kept, shown = Folder(folder), ""
     try:
         while _running(kept):
-            if (counts := _counts(kept)) != said:
+            if (counts := _counts(kept)) != shown:
                 print(counts, file=stream, flush=True)
-                said = counts
+                shown = counts
             time.sleep(_PERIOD)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("No longer following: the sweep goes on.") from None
-    found = [result for run in plan.runs if (result := kept.result(run)) is not None]
-    if len(found) < len(plan.runs):
+        raise KeyboardInterrupt("No longer following: the sweep continues.") from None
+    results = [result for run in plan.runs if (result := kept.result(run)) is not None]
+    if len(results) < len(plan.runs):
         raise TrainingError(
-            f"the sweep that was followed has ended, and {len(found)} of {len(plan.runs)} runs are finished. The same "
-            "command goes on with the others."
+            f"the followed sweep has ended, and {len(results)} of {len(plan.runs)} runs are finished. The same command "
+            "resumes the others."
         )
-    return found
+    return results
 
 
 def follow_log(folder: str, stream: TextIO | None = None) -> None:
-    """Copies what a run adds to its log.txt, from its last lines on, until nobody holds its folder.
+    """Prints what a run appends to its log.txt, starting with its last lines, until its folder is unlocked.
 
     Raises:
-      KeyboardInterrupt: after Ctrl-C. The run itself goes on.
+      KeyboardInterrupt: after Ctrl-C. The run itself continues.
     """
     stream = stream or sys.stdout
     kept, running = Folder(folder), True
     try:
-        with open(kept.path("log.txt"), "a+", encoding="utf-8", errors="replace") as log:  # it may not have begun
+        with open(kept.path("log.txt"), "a+", encoding="utf-8", errors="replace") as log:  # it may not exist yet
             log.seek(0)
             shown = "".join(log.readlines()[-_FIRST_LINES:])
             while running:
-                running = _running(kept)  # before the log is read: what it said last is printed
+                running = _running(kept)  # before the log is read, so that its last lines are printed
                 print(shown + log.read(), end="", file=stream, flush=True)
                 shown = ""
                 time.sleep(_PERIOD if running else 0)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("No longer following: the run goes on.") from None
+        raise KeyboardInterrupt("No longer following: the run continues.") from None
 
 
 def _running(kept: Folder) -> bool:

@@ -97,7 +97,7 @@ def test_two_runs_of_a_sweep_through_xmanager(tmp_path):
     ("arguments", "words"),
     [
         (["--executor=vertx"], "Did you mean 'vertex'?"),
-        (["--executor=local", "--topology=v5e-8"], "--topology is not for --executor=local"),
+        (["--executor=local", "--topology=v5e-8"], "--topology does not apply to --executor=local"),
         (["--executor=local", "hello"], "'hello' is not a flag"),
     ],
 )
@@ -170,7 +170,7 @@ def test_records_that_fail_in_the_middle_are_told(tmp_path, experiment, monkeypa
     with experiment:
         plan(seeds=[0]).run(str(tmp_path / "sweep"), child=experiment.child)
         monkeypatch.setattr(database.Database, "insert_work_unit", full)
-        with pytest.raises(TrainingError, match=r"(?s)could not start s3: .*disk is full.*same command goes on"):
+        with pytest.raises(TrainingError, match=r"(?s)could not start s3: .*disk is full.*same command resumes"):
             plan(seeds=[0, 3]).run(str(tmp_path / "sweep"), child=experiment.child)
 
 
@@ -296,7 +296,7 @@ def test_a_single_run_that_runs_is_followed_to_its_end(single_run, capsys, steps
     if steps == 5:
         assert local.launch_single(args) == 0
     else:
-        with pytest.raises(TrainingError, match="after 3 of 5 steps. The same command goes on"):
+        with pytest.raises(TrainingError, match="after 3 of 5 steps. The same command resumes it"):
             local.launch_single(args)
     thread.join()
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")] == [
