@@ -127,7 +127,7 @@ def test_gin_files_travel_with_what_they_include(tmp_path, monkeypatch):
     assert extra.add(str(tmp_path / "mine.gin")) == "mine.gin"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.gin").write_text("")
-    with pytest.raises(ConfigError, match="both travel as mine.gin"):
+    with pytest.raises(ConfigError, match="both be copied as mine.gin"):
         extra.add(str(tmp_path / "other" / "mine.gin"))
     for path in (f"{tmp_path}/lib/parts/c.gin", f"{gin_utils.shipped_gin_dir()}/models/nano.gin"):
         (tmp_path / "bad.gin").write_text(f"include '{path}'\n")

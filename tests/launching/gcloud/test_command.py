@@ -254,7 +254,7 @@ def test_interrupted_while_following_the_run_goes_on(cloud):
     assert "t1v-run-w-1 running: hello of a on 1" in cloud.command("status", "--name=run").out
     # Launching again finds it: without --yes it says how to follow, with it it follows to the end.
     refused = cloud.launch(yes=False)
-    assert refused.status == 2 and "runs already" in refused.err
+    assert refused.status == 2 and "is running already" in refused.err
     other = cloud.launch(name="other")
     assert other.status == 2 and "is written by the launch 'run'" in other.err
     second = cloud.start()
