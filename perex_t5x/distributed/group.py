@@ -141,7 +141,11 @@ class Group:
         Does not return if there is one: the watchdog then ends this process.
         """
         self._trouble = True
-        time.sleep(min(self.timeout, watchdog.TROUBLE_SECONDS) + 4 * self._interval)
+        deadline = time.monotonic() + min(self.timeout, watchdog.TROUBLE_SECONDS) + 4 * self._interval
+        while (left := deadline - time.monotonic()) > 0:
+            # A supervisor that has seen the other process end may ask this one to stop; it does so in a moment anyway.
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(left)
 
     def leave(self, message: str, reason: Reason, shown: str | None = None) -> None:
         """Ends this process, and with it all others, which say 'process i (host) stopped: message'.

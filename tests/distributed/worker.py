@@ -5,15 +5,13 @@ Much faster to start than a training, and watched in the same way.
 
 import os
 import signal
-import sys
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from perex_t5x import distributed
-from perex_t5x.errors import Reason
+from perex_t5x import cli, distributed
 
 
 def main() -> None:
@@ -51,8 +49,4 @@ def trouble(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Exception as e:
-        distributed.fail(f"{type(e).__name__}: {e}", Reason.ERROR, error=e, shown=f"HERE: {e}")
-        sys.exit(f"without others: {e}")
+    cli.run(lambda args: main(), __doc__)
