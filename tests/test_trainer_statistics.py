@@ -225,6 +225,17 @@ def test_bad_arguments_are_named_before_anything_is_compiled(arguments, message)
         trainer.abstract_state({k: v.shape for k, v in tiny.random_batch(BATCH).items()})
 
 
+def test_a_trainer_with_other_arguments():
+    trainer = make_trainer(optimizers.micro_adam, clip_norm=1.0, num_microbatches=2, monitor=Monitor(), rate=0.5)
+    plain = trainer.replace(optimizer_def=optax.adamw, clip_norm=None, monitor=None)
+    params = {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}
+    assert plain.has_plain_gradient(params) and not trainer.has_plain_gradient(params)
+    assert plain.options.num_microbatches == 2 and plain.learning_rate_fn(0) == 0.5 and plain.monitor is None
+    assert trainer.model.optimizer_def is optimizers.micro_adam and trainer.options.clip_norm == 1.0
+    with pytest.raises(ConfigError, match="Trainer.group_size = 0"):
+        trainer.replace(group_size=0)
+
+
 def test_one_example():
     """Enough for what needs no variance, refused by what does."""
     shapes = {k: v.shape for k, v in tiny.random_batch(1).items()}
