@@ -102,11 +102,13 @@ def conclude(study: Any, folder: str) -> list[dict[str, Any]]:
     (loaded,) = load.load_folders([folder])
     if loaded.name != study.name:
         raise ConfigError(f"--dir={folder} holds the sweep {loaded.name!r}, not {study.name!r}. Choose another folder.")
-    found = study.analyse(loaded, absolute(folder))
-    if not found:
-        found = [{"title": "Nothing to say yet", "text": "Too few runs are finished for an answer."}]
-    write_atomically(os.path.join(absolute(folder), "findings.json"), json.dumps(found, indent=1, ensure_ascii=False))
-    for finding in found:
+    findings = study.analyse(loaded, absolute(folder))
+    if not findings:
+        findings = [{"title": "Nothing to say yet", "text": "Too few runs are finished for an answer."}]
+    write_atomically(
+        os.path.join(absolute(folder), "findings.json"), json.dumps(findings, indent=1, ensure_ascii=False)
+    )
+    for finding in findings:
         print(f"\n{finding['title']}")
         print(textwrap.fill(finding.get("text", ""), 100, initial_indent="  ", subsequent_indent="  "))
     print(f"\nfindings  {folder}/findings.json")
@@ -114,7 +116,7 @@ def conclude(study: Any, folder: str) -> list[dict[str, Any]]:
         print(f"report    {_page(study, folder)}")
     except ConfigError as e:  # the package for plots is an extra
         print(f"no page: {e}")
-    return found
+    return findings
 
 
 def _page(study: Any, folder: str) -> str:

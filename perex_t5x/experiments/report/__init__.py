@@ -17,7 +17,7 @@ def make(paths: Sequence[str], *, title: str | None = None, figures: str | None 
     plots.converter()  # before minutes of reading
     studies = load.load_folders(paths)
     data = dataset.gather(studies)
-    found = [
+    all_plots = [
         curves.learning_curves(data),
         basins.rate_loss_basins(data),
         collapse_plot.collapse_plot(data),
@@ -25,9 +25,9 @@ def make(paths: Sequence[str], *, title: str | None = None, figures: str | None 
         noise.snr_histograms(data),
     ]
     if figures:
-        drawn = [plot for plot in found if isinstance(plot, plots.Plot)]
+        drawn = [plot for plot in all_plots if isinstance(plot, plots.Plot)]
         plots.write_figures(figures, drawn, plots.group_fields(data))
-    return pages.page(title or _title(studies), data, found, command)
+    return pages.page(title or _title(studies), data, all_plots, command)
 
 
 def _title(studies: Sequence[load.RunSet]) -> str:

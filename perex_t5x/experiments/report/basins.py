@@ -32,15 +32,16 @@ class Basin:
     runs: dict[float, list[LoadedRun]]
 
     def means(self) -> dict[float, intervals.Mean]:
-        found = {rate: [r.final_loss for r in runs if r.finished] for rate, runs in sorted(self.runs.items())}
-        return {rate: intervals.mean_interval(losses) for rate, losses in found.items() if losses}
+        losses_by_rate = {rate: [r.final_loss for r in runs if r.finished] for rate, runs in sorted(self.runs.items())}
+        return {rate: intervals.mean_interval(losses) for rate, losses in losses_by_rate.items() if losses}
 
     def best(self) -> float:
         """The rate with the lowest mean, over the seeds that all rates have: a few more at one of them would decide it."""
         losses = {rate: {r.seed: r.final_loss for r in runs if r.finished} for rate, runs in self.runs.items()}
-        losses = {rate: found for rate, found in sorted(losses.items()) if found}
-        shared = set.intersection(*(set(found) for found in losses.values()))
-        means = {rate: sum(found[s] for s in shared or found) / len(shared or found) for rate, found in losses.items()}
+        losses = {rate: by_seed for rate, by_seed in sorted(losses.items()) if by_seed}
+        shared = set.intersection(*(set(by_seed) for by_seed in losses.values()))
+        means = {rate: math.fsum(by_seed[s] for s in shared or by_seed) / len(shared or by_seed)
+                 for rate, by_seed in losses.items()}  # fmt: skip
         return min(means, key=lambda rate: means[rate])
 
     def on_edge(self) -> bool:

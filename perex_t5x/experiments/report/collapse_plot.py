@@ -25,7 +25,7 @@ class Panel:
 
     label: str
     runs: list[LoadedRun]
-    found: collapse.Collapse
+    result: collapse.Collapse
     warmup: float
 
     @property
@@ -43,12 +43,12 @@ def panels(data: Dataset) -> list[Panel]:
             same.setdefault(_base_rate(run), []).append(run)
     chosen = []
     for by_rate in parts.values():
-        found = {base: _panel(_label(runs[0], axes), runs) for base, runs in by_rate.items()}
-        found = {base: panel for base, panel in found.items() if panel}
-        if found:
+        by_base = {base: _panel(_label(runs[0], axes), runs) for base, runs in by_rate.items()}
+        by_base = {base: panel for base, panel in by_base.items() if panel}
+        if by_base:
             # A rate that was tried at a few batch sizes, to tune it, is no rival of one that was run at all of them.
-            most = max(len(panel.found.batch_sizes) for panel in found.values())
-            rivals = {base: panel for base, panel in found.items() if len(panel.found.batch_sizes) == most}
+            most = max(len(panel.result.batch_sizes) for panel in by_base.values())
+            rivals = {base: panel for base, panel in by_base.items() if len(panel.result.batch_sizes) == most}
             base, best = min(rivals.items(), key=lambda item: item[1].loss)
             chosen.append(dataclasses.replace(best, label=f"{best.label}, {base}") if len(rivals) > 1 else best)
     return chosen
@@ -74,8 +74,8 @@ def _panel(label: str, runs: list[LoadedRun]) -> Panel | None:
     warmups = [run.warmup_steps * run.batch_size for run in runs if run.warmup_steps is not None]
     warmup = float(max(warmups)) if warmups else 0.1 * longest_examples(runs)
     curves = [collapse.Curve(run.batch_size, run.examples(run.evaluation[0]), run.evaluation[1]) for run in runs]
-    found = collapse.collapse(curves, warmup)
-    return Panel(label, runs, found, warmup) if found else None
+    result = collapse.collapse(curves, warmup)
+    return Panel(label, runs, result, warmup) if result else None
 
 
 def _best_rate(runs: list[LoadedRun], batch: int | None) -> float | None:
@@ -87,11 +87,11 @@ def _best_rate(runs: list[LoadedRun], batch: int | None) -> float | None:
 
 
 def collapse_plot(data: Dataset) -> Plot | LeftOut:
-    found = panels(data)
-    if not found:
+    all_panels = panels(data)
+    if not all_panels:
         return LeftOut(TITLE, "it needs validation curves of two or more batch sizes that overlap after the warm-up")
-    found.sort(key=lambda p: (math.isnan(p.found.number), p.found.number, p.found.across_batch))
-    shown = found[:_PANELS]
+    all_panels.sort(key=lambda p: (math.isnan(p.result.number), p.result.number, p.result.across_batch))
+    shown = all_panels[:_PANELS]
     longest = longest_examples([run for panel in shown for run in panel.runs])
     rows = [row for panel in shown for row in _rows(panel, longest)]
     sizes = sorted({run.batch_size for panel in shown for run in panel.runs})
@@ -114,11 +114,19 @@ def collapse_plot(data: Dataset) -> Plot | LeftOut:
     spec["transform"] = [*coloured(), {"filter": "datum.share >= begin"}, *_differences()]
     if len(shown) > 1 or len(data.studies) > 1:
         spec = in_panels(spec, "panel", [_header(p) for p in shown])
-    warnings = _warnings(found)
-    if len(found) > _PANELS:
-        warnings.append(f"The {_PANELS} with the smallest numbers of {len(found)} are drawn.")
+    warnings = _warnings(all_panels)
+    if len(all_panels) > _PANELS:
+        warnings.append(f"The {_PANELS} with the smallest numbers of {len(all_panels)} are drawn.")
     return Plot(
-        "collapse", TITLE, _sentence(found), spec, columns, rows, {"line": ("batch size", legend)}, controls, warnings
+        "collapse",
+        TITLE,
+        _sentence(all_panels),
+        spec,
+        columns,
+        rows,
+        {"line": ("batch size", legend)},
+        controls,
+        warnings,
     )
 
 
@@ -129,7 +137,7 @@ def _differences() -> list[Json]:
 
 
 def _header(panel: Panel) -> str:
-    number = panel.found.number
+    number = panel.result.number
     return f"{panel.label}: {number:.2f}" if math.isfinite(number) else panel.label
 
 
@@ -138,8 +146,8 @@ def _rows(panel: Panel, longest: float) -> list[tuple]:
     for size in sorted({run.batch_size for run in panel.runs}):
         runs = [run for run in panel.runs if run.batch_size == size]
         runs = [run for run in runs if run.finished] or runs
-        found = intervals.mean_curve([r.evaluation for r in runs], 120)
-        curves[size] = [(step * size, m) for step, m in found if step > 0]
+        curve = intervals.mean_curve([r.evaluation for r in runs], 120)
+        curves[size] = [(step * size, m) for step, m in curve if step > 0]
     rows = []
     for size, points in curves.items():
         for examples, m in points:
@@ -149,38 +157,38 @@ def _rows(panel: Panel, longest: float) -> list[tuple]:
 
 
 def _centre(curves: dict[int, list], examples: float) -> float:
-    """The mean over the batch sizes whose curves are there after so many examples."""
+    """The mean over the batch sizes whose curves are there after this number of examples."""
     reaching = [points for points in curves.values() if points and points[0][0] <= examples <= points[-1][0]]
     return float(np.mean([np.interp(examples, [x for x, _ in p], [m.mean for _, m in p]) for p in reaching]))
 
 
-def _sentence(found: list[Panel]) -> str:
-    numbered = [p for p in found if math.isfinite(p.found.number)]
-    sizes = sorted({size for p in found for size in p.found.batch_sizes})
+def _sentence(all_panels: list[Panel]) -> str:
+    numbered = [p for p in all_panels if math.isfinite(p.result.number)]
+    sizes = sorted({size for p in all_panels for size in p.result.batch_sizes})
     span = f"batch sizes {sizes[0]} to {sizes[-1]}"
     if not numbered:
-        texts = [f"{p.label} {p.found.across_batch:.4f}" for p in found[:6]]
+        texts = [f"{p.label} {p.result.across_batch:.4f}" for p in all_panels[:6]]
         return (
             f"With one seed there is no collapse number; the standard deviation of the loss across {span} is, on average: "
             f"{'; '.join(texts)}."
         )
-    texts = [f"{p.label} {p.found.number:.2f}" for p in numbered[:6]]
+    texts = [f"{p.label} {p.result.number:.2f}" for p in numbered[:6]]
     first = numbered[0]
     text = f"Collapse number (1: {span} differ as much as seeds do): {'; '.join(texts)}."
     if len(numbered) > 1:
         text += f" The curves lie closest under {first.label}."
-        if first.found.seeds < 5 and numbered[1].found.number < 2 * first.found.number:
-            text += f" With {first.found.seeds} seeds, {numbered[1].label} is not clearly apart from it."
-    return text + f" Curves that differ by seeds only would give about {first.found.perfect:.2f}."
+        if first.result.seeds < 5 and numbered[1].result.number < 2 * first.result.number:
+            text += f" With {first.result.seeds} seeds, {numbered[1].label} is not clearly apart from it."
+    return text + f" Curves that differ by seeds only would give about {first.result.perfect:.2f}."
 
 
-def _warnings(found: list[Panel]) -> list[str]:
+def _warnings(all_panels: list[Panel]) -> list[str]:
     warnings = []
-    for p in found:
-        if p.found.left_out:
-            warnings.append(f"{p.label}: {p.found.left_out} curve(s) that failed or are too short do not count.")
+    for p in all_panels:
+        if p.result.left_out:
+            warnings.append(f"{p.label}: {p.result.left_out} curve(s) that failed or are too short do not count.")
         if not all(run.warmup_steps is not None for run in p.runs):
             warnings.append(f"{p.label}: the warm-up is not known; the first 10 % are taken for it.")
-    if any(p.found.seeds < 3 for p in found):
+    if any(p.result.seeds < 3 for p in all_panels):
         warnings.append("Some batch sizes have fewer than three seeds: the across-seed deviation is rough, or missing.")
     return warnings

@@ -108,8 +108,8 @@ def _rows(g: int, group: Group, points: int, longest: float) -> list[tuple]:
         curves = [r.evaluation if kind == "validation" else r.training for r in group.shown]
         if kind == "train":
             curves = [(x, intervals.smoothed(y)) for x, y in curves]
-        found = [(x, m) for x, m in intervals.mean_curve(curves, points) if x > 0]  # step 0 has no place on a log axis
-        for step, m in found:
+        curve = [(x, m) for x, m in intervals.mean_curve(curves, points) if x > 0]  # step 0 has no place on a log axis
+        for step, m in curve:
             examples = step * batch
             tokens = examples * length if length else None
             share = examples / longest
@@ -144,16 +144,16 @@ def _sentence(data: Dataset) -> str:
 
 
 def _warnings(data: Dataset, kinds: Sequence[str]) -> list[str]:
-    found = []
+    warnings = []
     silent = sum(not len(run.evaluation[0]) for run in data.runs)
     if "validation" not in kinds:
-        found.append("No run has evaluated: the curves are train losses.")
+        warnings.append("No run has evaluated: the curves are train losses.")
     elif silent:
-        found.append(
+        warnings.append(
             f"{silent} of {len(data.runs)} runs have no evaluation and are missing from the validation curves."
         )
     if broken := sum(run.status == "failed" for run in data.runs):
-        found.append(
+        warnings.append(
             f"{broken} run(s) failed: they are drawn where no other seed has finished, and the table has the reasons."
         )
-    return found
+    return warnings

@@ -67,21 +67,21 @@ def gather(studies: Sequence[RunSet]) -> Dataset:
 
 
 def _candidates(runs: Sequence[LoadedRun]) -> list[tuple[str, Callable[[LoadedRun], Any]]]:
-    found: list[tuple[str, Callable[[LoadedRun], Any]]] = [
+    candidates: list[tuple[str, Callable[[LoadedRun], Any]]] = [
         (OPTIMIZER, lambda run: run.optimizer),
         (RULE, lambda run: run.rule),
         (BATCH, lambda run: run.batch_size),
         (RATE, lambda run: run.learning_rate),
     ]
     for name in dict.fromkeys(axis for run in runs for axis in run.values):
-        found.append((name, lambda run, name=name: run.values.get(name)))
+        candidates.append((name, lambda run, name=name: run.values.get(name)))
     plain = [run for run in runs if not run.values and run.config]
     if plain and len(plain) == len(runs):  # a sweep says what its axes are; of other runs the configurations do
         differing, _ = differences([run.config for run in runs])
         for name in differing:
             if not name.endswith(_SEED_BINDINGS):
-                found.append((name, lambda run, name=name: literal(run.config.get(name, "None"))))
-    return [*found, (STUDY, lambda run: run.study)]
+                candidates.append((name, lambda run, name=name: literal(run.config.get(name, "None"))))
+    return [*candidates, (STUDY, lambda run: run.study)]
 
 
 def _partition(runs: Sequence[LoadedRun], axes: Sequence[Axis]) -> dict[tuple[Any, ...], list[LoadedRun]]:

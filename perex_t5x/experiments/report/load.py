@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from perex_t5x.errors import ConfigError
+from perex_t5x.metrics import loss_of
 
 # --- one run's folder -------------------------------------------------------------------------------------------------
 
 
-LOSS = "loss_per_nonpadding_target_token"
 _EVAL = "training_eval/"
 _MONITORED = ("per_example/snr/", "per_example/noise_scale_smoothed/")
 Config = dict[str, str]  # binding -> value, both as written
@@ -127,16 +127,15 @@ def _from_metrics(run: LoadedRun, text: str) -> None:
         except (ValueError, KeyError, TypeError):
             unreadable += bool(line.strip()) and i + 1 < len(lines)  # the last one may be half-written
             continue
-        loss = row.get(LOSS, row.get("loss"))  # models that are not language models have the second alone
         if name == "train":
-            if loss is not None:
-                training[step] = number(loss)
+            if (loss := loss_of(row)) is not None:
+                training[step] = loss
             for key in row:
                 if key.startswith(_MONITORED):
                     monitored.setdefault(key.removeprefix("per_example/"), {})[step] = number(row[key])
-        elif name.startswith(_EVAL) and loss is not None:
+        elif name.startswith(_EVAL) and (loss := loss_of(row)) is not None:
             tasks.add(name)
-            evaluation.setdefault(step, []).append(number(loss))
+            evaluation.setdefault(step, []).append(loss)
     run.training = _curve(training)
     run.evaluation = _curve({step: float(np.mean(values)) for step, values in evaluation.items()})
     run.monitored = {key: _curve(values) for key, values in monitored.items()}
@@ -184,14 +183,14 @@ class RunSet:
 def load_folders(paths: Sequence[str]) -> list[RunSet]:
     """Reads all folders; raises one `ConfigError` for everything that is wrong with them."""
     studies: list[RunSet] = []
-    slips = [] if paths else ["no folder given: python -m perex_t5x.experiments.report DIR..."]
+    problems = [] if paths else ["no folder given: python -m perex_t5x.experiments.report DIR..."]
     for path in paths:
         try:
             studies += _load(path)
         except ConfigError as e:
-            slips.append(str(e))
-    if slips:
-        shown = slips if len(slips) == 1 else [f"{i}. {slip}" for i, slip in enumerate(slips, 1)]
+            problems.append(str(e))
+    if problems:
+        shown = problems if len(problems) == 1 else [f"{i}. {problem}" for i, problem in enumerate(problems, 1)]
         raise ConfigError("\n".join(shown))
     _name_apart(studies)
     return studies
@@ -206,15 +205,15 @@ def _load(path: str) -> list[RunSet]:
     if _is_run(path):
         return [RunSet(name, name, runs=[read_run(path, name)])]
     inside = sorted(entry.path for entry in os.scandir(path) if entry.is_dir())
-    found = [RunSet(name, name, runs=[read_run(p, os.path.basename(p)) for p in inside if _is_run(p)])]
-    found += [_sweep(p) for p in inside if os.path.exists(os.path.join(p, "sweep.json"))]
-    found = [study for study in found if study.runs]
-    if not found:
+    run_sets = [RunSet(name, name, runs=[read_run(p, os.path.basename(p)) for p in inside if _is_run(p)])]
+    run_sets += [_sweep(p) for p in inside if os.path.exists(os.path.join(p, "sweep.json"))]
+    run_sets = [study for study in run_sets if study.runs]
+    if not run_sets:
         raise ConfigError(
             f"{path}: no sweep.json, no metrics.jsonl and no config.gin here or one folder below. Give the folder that "
             "a sweep (--dir) or a training (MODEL_DIR) has written."
         )
-    return found
+    return run_sets
 
 
 def _is_run(path: str) -> bool:
@@ -247,8 +246,8 @@ def _sweep(path: str) -> RunSet:
         for run in study.runs:
             run.optimizer = next(iter(known))
     if os.path.exists(findings := os.path.join(path, "findings.json")):
-        found = _json(findings)
-        study.findings = [f for f in found if isinstance(f, dict)] if isinstance(found, list) else []
+        content = _json(findings)
+        study.findings = [f for f in content if isinstance(f, dict)] if isinstance(content, list) else []
     return study
 
 
@@ -302,8 +301,8 @@ def _results(path: str) -> dict[str, dict[str, Any]]:
 
 
 def _result(path: str) -> dict[str, Any]:
-    found = _json(path) if os.path.exists(path) else {}
-    return found if isinstance(found, dict) else {}
+    content = _json(path) if os.path.exists(path) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _json(path: str) -> Any:
@@ -341,10 +340,10 @@ def parse_gin(text: str) -> Config:
     config: Config = {}
     name = None
     for line in text.splitlines():
-        found = _BINDING.match(line)
-        if found:
-            name = found[1]
-            config[name] = found[2].rstrip("\\").strip()
+        match = _BINDING.match(line)
+        if match:
+            name = match[1]
+            config[name] = match[2].rstrip("\\").strip()
         elif not line.startswith((" ", "\t")) or line.lstrip().startswith("#"):
             name = None
         elif name:

@@ -190,12 +190,12 @@ def _snr_sentence(measured: list[tuple[int, str, str, float]], layers: list[str]
         logs = [m[3] for m in measured if m[1] == layer and part in (None, m[2])]
         return 10 ** float(np.median(logs)) if logs else None
 
-    found = {layer: value for layer in layers if layer != "all" and (value := middle(layer))}
+    medians = {layer: value for layer in layers if layer != "all" and (value := middle(layer))}
     texts = []
-    if len(found) > 1:
-        best, worst = max(found, key=found.get), min(found, key=found.get)
+    if len(medians) > 1:
+        best, worst = max(medians, key=medians.get), min(medians, key=medians.get)
         texts.append(
-            f"The median SNR is largest in {best} ({found[best]:.3g}) and smallest in {worst} ({found[worst]:.3g})"
+            f"The median SNR is largest in {best} ({medians[best]:.3g}) and smallest in {worst} ({medians[worst]:.3g})"
         )
     begin, end = middle(layers[0], _PARTS[0]), middle(layers[0], _PARTS[-1])
     if begin and end:

@@ -123,11 +123,11 @@ class LeftOut:
 
 def group_fields(data: Dataset) -> list[dict[str, str]]:
     """What rows of each group are joined with: its label as `line`, its axis values as `a0`, `a1`, ..."""
-    found = []
+    fields = []
     for group in data.groups:
         values = [written(axis.name, value) for axis, value in zip(data.axes, group.key, strict=True)]
-        found.append({LINE: group.label, **{f"a{i}": value for i, value in enumerate(values)}})
-    return found
+        fields.append({LINE: group.label, **{f"a{i}": value for i, value in enumerate(values)}})
+    return fields
 
 
 def legends(data: Dataset, most: int = 8) -> dict[str, tuple[str, list[LegendEntry]]]:

@@ -21,10 +21,10 @@ def grouped(runs: Sequence[LoadedRun], key: Callable[[LoadedRun], Key]) -> dict[
     >>> {seed: [run.name for run in runs] for seed, runs in by_seed.items()}
     {0: ['a'], 1: ['b']}
     """
-    found: dict[Key, list[LoadedRun]] = {}
+    groups: dict[Key, list[LoadedRun]] = {}
     for run in runs:
-        found.setdefault(key(run), []).append(run)
-    return found
+        groups.setdefault(key(run), []).append(run)
+    return groups
 
 
 def final(runs: Sequence[LoadedRun]) -> Mean:

@@ -113,7 +113,7 @@ def belongs(run: Run, arm: Mapping[str, Any]) -> bool:
 # --- tuning: the best learning rate of several arms -------------------------------------------------------------------
 
 
-SEEDS = 2  # the first so many of the study's choose the rate
+SEEDS = 2  # how many of the study's seeds choose the rate
 
 
 @dataclass(frozen=True)
@@ -158,22 +158,22 @@ def tune(
 ) -> Generator[list[Sweep], Outcomes, list[Tuned]]:
     """Stages that run each arm over the sweep's rates, and further ones as long as a best lies on an edge.
 
-    `found = yield from tune(...)`. At most `extensions` rates are added to an arm's grid.
+    `tuned = yield from tune(...)`. At most `extensions` rates are added to an arm's grid.
     """
     seeds = list(sweep.seeds)[:SEEDS]
     grids = [rates(sweep) for _ in arms]
     waiting = list(range(len(arms)))
-    found: list[Tuned] = [Tuned(arm, {}) for arm in arms]
+    tuned: list[Tuned] = [Tuned(arm, {}) for arm in arms]
     for extension in range(extensions + 1):
         outcomes = yield [narrowed(sweep, arms[i], grids[i], seeds) for i in waiting]
         for i in waiting:
-            found[i] = Tuned(arms[i], mean_losses(outcomes, arms[i], rate_axis(sweep), grids[i], seeds))
-        waiting = [i for i in waiting if found[i].beyond()]
+            tuned[i] = Tuned(arms[i], mean_losses(outcomes, arms[i], rate_axis(sweep), grids[i], seeds))
+        waiting = [i for i in waiting if tuned[i].beyond()]
         if not waiting or extension == extensions:
             break
         for i in waiting:
-            grids[i] = sorted([*grids[i], *found[i].beyond()])
-    return found
+            grids[i] = sorted([*grids[i], *tuned[i].beyond()])
+    return tuned
 
 
 def mean_losses(
@@ -215,10 +215,10 @@ def run_stages(
     """
     folder = absolute(folder)
     whole = sweep.plan(gin_files, gin_bindings, search_paths, flags=flags)
-    if slips := Folder(folder).check(whole):
+    if problems := Folder(folder).check(whole):
         from perex_t5x.errors import ConfigError
 
-        raise ConfigError("\n".join(slips))
+        raise ConfigError("\n".join(problems))
     if dry_run:
         return []
     begun, stages, runs = time.monotonic(), study.stages(sweep, extensions), {}

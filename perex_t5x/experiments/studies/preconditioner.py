@@ -26,8 +26,8 @@ Arm = tuple[str, str]  # optimizer, clipping in words
 
 def stages(sweep: Sweep, extensions: int) -> Stages:
     """Tunes every optimizer with and without clipping, then runs each at its best rate on all seeds."""
-    found = yield from tune(sweep, arms(sweep), extensions)
-    yield [narrowed(sweep, tuned.arm, [tuned.best], sweep.seeds) for tuned in found]
+    arms_tuned = yield from tune(sweep, arms(sweep), extensions)
+    yield [narrowed(sweep, tuned.arm, [tuned.best], sweep.seeds) for tuned in arms_tuned]
 
 
 def analyse(folder: RunSet, path: str) -> list[Finding]:

@@ -42,8 +42,8 @@ _OURS = (
 
 def stages(sweep: Sweep, extensions: int) -> Stages:
     """Tunes every placement at every batch size, then runs each at its best rate on all seeds."""
-    found = yield from tune(sweep, arms(sweep), extensions)
-    yield [narrowed(sweep, tuned.arm, [tuned.best], sweep.seeds) for tuned in found]
+    arms_tuned = yield from tune(sweep, arms(sweep), extensions)
+    yield [narrowed(sweep, tuned.arm, [tuned.best], sweep.seeds) for tuned in arms_tuned]
 
 
 def analyse(folder: RunSet, path: str) -> list[Finding]:
@@ -53,8 +53,8 @@ def analyse(folder: RunSet, path: str) -> list[Finding]:
         best = analysis.best_rate(runs)
         if best is not None:
             at_best[arm] = [run for run in runs if run.finished and analysis.rate_of(run) == best]
-    found = [_order_finding(by_arm, at_best)] if at_best else []
-    return [*found, *_snr_finding(at_best), *_signs_finding(path)]
+    findings = [_order_finding(by_arm, at_best)] if at_best else []
+    return [*findings, *_snr_finding(at_best), *_signs_finding(path)]
 
 
 def _order_finding(by_arm: dict[Any, list[LoadedRun]], at_best: dict[Any, list[LoadedRun]]) -> Finding:
@@ -138,14 +138,14 @@ def _signs_finding(path: str) -> list[Finding]:
     """The direct measurement, if it was made."""
     try:
         with open(os.path.join(path, FILE), encoding="utf-8") as f:
-            found = json.load(f)
+            saved = json.load(f)
     except (FileNotFoundError, ValueError):
         return []
     rows, texts = [], []
-    for entry in found["measured"]:
+    for entry in saved["measured"]:
         for name, values in entry["signs"].items():
             place, size = name.split()
-            if place == "example" and size != str(found["batch_sizes"][0]):
+            if place == "example" and size != str(saved["batch_sizes"][0]):
                 continue  # the same at every batch size
             shown = "1" if place == "example" else size
             rows.append([entry["step"], place, shown, values["k"], analysis.number(values["snr"], 3),
@@ -153,7 +153,7 @@ def _signs_finding(path: str) -> list[Finding]:
         wrong = next(v["wrong"] for v in entry["signs"].values() if "wrong" in v)
         texts.append(f"{wrong:.0%} at step {entry['step']}")
     text = (
-        f"In the training {found['run']}, at fixed parameters: how far the sign of a mean of k examples points to the sign "
+        f"In the training {saved['run']}, at fixed parameters: how far the sign of a mean of k examples points to the sign "
         "of the expected gradient (1: always, 0: by chance), mean over coordinates; measured by drawing, predicted for "
         "normal gradients with each coordinate's own ratio, and with one ratio for all. Coordinates in which most single "
         f"examples point away from the expected gradient: {', '.join(texts)}."
@@ -192,8 +192,8 @@ def measure(plan: Plan, folder: str, quick: bool) -> None:
     run = min(plan.runs, key=lambda r: (r.batch_size != size, "sign_ema" not in r.name, -r.seed))
     print(f"measuring signs in the training {run.name}", flush=True)
     sizes = sorted({r.batch_size for r in plan.runs})
-    found = along_training(run, sizes, examples=512 if quick else 4096)
-    write_atomically(path, json.dumps(found, indent=1) + "\n")
+    measured = along_training(run, sizes, examples=512 if quick else 4096)
+    write_atomically(path, json.dumps(measured, indent=1) + "\n")
 
 
 def along_training(run: Run, sizes: Sequence[int], examples: int) -> dict[str, Any]:
@@ -288,8 +288,8 @@ def agreement(gradients_NxC: np.ndarray, ks: Mapping[str, int], draws: int = _DR
     `wrong` is the share of coordinates in which signs of single examples point away from μ (measured for k = 1 alone).
 
     >>> rng = np.random.default_rng(0)
-    >>> found = agreement(rng.normal(0.3, 1.0, (4000, 50)), {"example": 1, "batch": 16})
-    >>> {name: abs(f["measured"] - f["predicted"]) < 0.03 for name, f in found.items()}
+    >>> agreements = agreement(rng.normal(0.3, 1.0, (4000, 50)), {"example": 1, "batch": 16})
+    >>> {name: abs(f["measured"] - f["predicted"]) < 0.03 for name, f in agreements.items()}
     {'example': True, 'batch': True}
     >>> skewed = np.where(rng.random((4000, 50)) < 0.1, 14.0, -1.0)  # rarely large: the mean is above 0, most signs below
     >>> agreement(skewed, {"example": 1})["example"]["wrong"]
@@ -301,7 +301,7 @@ def agreement(gradients_NxC: np.ndarray, ks: Mapping[str, int], draws: int = _DR
     snr_C = np.abs(mean_C) / deviation_C
     pooled = float(np.sqrt((mean_C**2).sum() / (deviation_C**2).sum()))
     rng = np.random.default_rng(1)
-    found = {}
+    agreements = {}
     for name, k in ks.items():
         if k == 1:
             signs_C = np.sign(gradients_NxC).mean(axis=0)
@@ -309,7 +309,7 @@ def agreement(gradients_NxC: np.ndarray, ks: Mapping[str, int], draws: int = _DR
             drawn = (gradients_NxC[rng.integers(len(gradients_NxC), size=k)].mean(axis=0) for _ in range(draws))
             signs_C = np.mean([np.sign(mean) for mean in drawn], axis=0)
         right_C = signs_C * np.sign(mean_C)
-        found[name] = {
+        agreements[name] = {
             "k": k,
             "measured": float(right_C.mean()),
             "predicted": float(np.mean([math.erf(x) for x in snr_C * math.sqrt(k / 2)])),
@@ -317,7 +317,7 @@ def agreement(gradients_NxC: np.ndarray, ks: Mapping[str, int], draws: int = _DR
             "snr": pooled * float(np.sqrt(k)),
             "wrong": float((right_C < 0).mean()) if k == 1 else float("nan"),
         }
-    return {name: {key: value for key, value in f.items() if np.isfinite(value)} for name, f in found.items()}
+    return {name: {key: value for key, value in f.items() if np.isfinite(value)} for name, f in agreements.items()}
 
 
 STUDY = Study(

@@ -33,39 +33,39 @@ def stages(sweep: Sweep, extensions: int) -> Stages:
     base = sweep.base_batch_size or sizes[len(sizes) // 2]
     first = {} if isinstance(sweep.rule, str) else {axes.RULE: sweep.rules[0]}
     tuned = [{**first, axes.BATCH_SIZE: size} for size in dict.fromkeys([base, sizes[0], sizes[-1]])]
-    found = yield from tune(sweep, tuned, extensions)
-    yield [narrowed(sweep, arm, [found[0].best], sweep.seeds) for arm in arms(sweep)]
+    best = yield from tune(sweep, tuned, extensions)
+    yield [narrowed(sweep, arm, [best[0].best], sweep.seeds) for arm in arms(sweep)]
 
 
 def analyse(folder: RunSet, path: str) -> list[Finding]:
     del path
     panels = collapse_plot.panels(dataset.gather([folder]))
-    found = [_collapse_finding(panels), *_range_finding(panels), _where_finding(panels)] if panels else []
-    return [*found, *_exponent_finding(folder.runs)]
+    findings = [_collapse_finding(panels), *_range_finding(panels), _where_finding(panels)] if panels else []
+    return [*findings, *_exponent_finding(folder.runs)]
 
 
 # --- the collapse numbers ---------------------------------------------------------------------------------------------
 
 
 def _collapse_finding(panels: Sequence[Panel]) -> Finding:
-    ranked = sorted(panels, key=lambda p: (math.isnan(p.found.number), p.found.number, p.found.across_batch))
+    ranked = sorted(panels, key=lambda p: (math.isnan(p.result.number), p.result.number, p.result.across_batch))
     rows = []
     plain = next((p for p in ranked if p.runs[0].rule == "sqrt"), None)
     for panel in ranked:
         number = _exponential(jackknife(panel.runs, lambda runs, p=panel: math.log(_collapse(p, runs).number)))
         rows.append(
-            [panel.label, analysis.number(panel.found.number, 2), analysis.interval(number, 2),
-             analysis.number(panel.found.across_batch), analysis.number(panel.found.across_seed), _beside(plain, panel)]
+            [panel.label, analysis.number(panel.result.number, 2), analysis.interval(number, 2),
+             analysis.number(panel.result.across_batch), analysis.number(panel.result.across_seed), _beside(plain, panel)]
         )  # fmt: skip
-    best, sizes = ranked[0], ranked[0].found.batch_sizes
+    best, sizes = ranked[0], ranked[0].result.batch_sizes
     text = f"Over batch sizes {sizes[0]} to {sizes[-1]} the curves lie closest under {best.label}"
-    text += f" ({best.found.number:.2f})" if math.isfinite(best.found.number) else ""
+    text += f" ({best.result.number:.2f})" if math.isfinite(best.result.number) else ""
     for other in ranked[1:]:
         ratio = jackknife([*best.runs, *other.runs], lambda runs, o=other: _log_ratio(best, o, runs))
         clear = "" if analysis.apart(ratio) else ", which is not clearly apart"
-        text += f"; {other.label} {other.found.number:.2f}{clear}"
+        text += f"; {other.label} {other.result.number:.2f}{clear}"
     text += (
-        f". Curves that differ by seeds only would give {best.found.perfect:.2f}. Intervals are jackknife t-intervals over "
+        f". Curves that differ by seeds only would give {best.result.perfect:.2f}. Intervals are jackknife t-intervals over "
         "the seeds; 'apart' compares the deviations across batch sizes, in the loss's unit, seed by seed."
     )
     columns = ["rule", "collapse number", "interval", "sd across batch sizes", "sd across seeds",
@@ -130,7 +130,7 @@ def jackknife(runs: Sequence[LoadedRun], of: Callable[[Sequence[LoadedRun]], flo
 
 def _range_finding(panels: Sequence[Panel]) -> list[Finding]:
     """The collapse number as more and more of the larger batch sizes count."""
-    sizes = sorted({size for panel in panels for size in panel.found.batch_sizes})
+    sizes = sorted({size for panel in panels for size in panel.result.batch_sizes})
     ends = sizes[2:]
     if len(ends) < 2:
         return []
@@ -138,8 +138,8 @@ def _range_finding(panels: Sequence[Panel]) -> list[Finding]:
     for panel in panels:
         cells: list[Any] = [panel.label]
         for end in ends:
-            found = _collapse(panel, [run for run in panel.runs if run.batch_size <= end])
-            number = found.number if found is not None else math.nan
+            part = _collapse(panel, [run for run in panel.runs if run.batch_size <= end])
+            number = part.number if part is not None else math.nan
             cells.append(analysis.number(number, 2))
             if number <= 1:
                 reach[panel.label] = end
@@ -158,13 +158,13 @@ def _where_finding(panels: Sequence[Panel]) -> Finding:
     shares = (0.2, 0.5, 1.0)
     rows = []
     for panel in panels:
-        low, high = panel.found.batch_sizes[0], panel.found.batch_sizes[-1]
+        low, high = panel.result.batch_sizes[0], panel.result.batch_sizes[-1]
         cells: list[Any] = [panel.label]
         for share in shares:
-            m = intervals.mean_interval(_gaps(panel, low, high, share * panel.found.last))
+            m = intervals.mean_interval(_gaps(panel, low, high, share * panel.result.last))
             cells.append(f"{m.mean:+.3f} ({analysis.interval(m, 3)})")
         rows.append(cells)
-    sizes = panels[0].found.batch_sizes
+    sizes = panels[0].result.batch_sizes
     text = (
         f"Validation loss at batch size {sizes[-1]} less that at {sizes[0]}, seed by seed, at a fifth, a half and the end "
         "of the run: above 0 the large batch is behind. A rule that is right early and wrong late, or the other way round, "

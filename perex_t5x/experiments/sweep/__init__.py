@@ -4,7 +4,7 @@
       --sweep=sweeps/sqrt_lr.gin --together
 
 Gin files and --gin.NAME=VALUE describe the runs, as for `perex_t5x.train`; --sweep describes what varies, with
---sweep.NAME=VALUE in place of what the file says. The same command, started again, goes on where it stopped.
+--sweep.NAME=VALUE in place of what the file says. The same command, started again, resumes where it stopped.
 """
 
 from __future__ import annotations

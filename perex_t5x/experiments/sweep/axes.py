@@ -34,13 +34,13 @@ def values_by_axis(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     >>> values_by_axis([{"b": 8, "seed": 0}, {"b": 8, "seed": 1}])
     {'b': [8], 'seed': [0, 1]}
     """
-    found: dict[str, list[Any]] = {}
+    by_axis: dict[str, list[Any]] = {}
     for run in runs:
         for axis, value in run.items():
-            values = found.setdefault(axis, [])
+            values = by_axis.setdefault(axis, [])
             if value not in values:
                 values.append(value)
-    return found
+    return by_axis
 
 
 def names(runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -86,37 +86,39 @@ Part = list[dict[str, Any]]  # settings of which one is chosen
 _OWN_AXES = {"BATCH_SIZE": "batch_sizes", "BASE_LEARNING_RATE": "learning_rates", "RANDOM_SEED": "seeds"}
 
 
-def parts(sweep: Sweep, slips: list[str]) -> list[Part]:
-    """The factors of the product, in the order in which they stand in names; what is wrong is added to `slips`."""
-    _check_single(sweep, slips)
-    found: list[Part] = []
-    for axis, values in _mapping(sweep.files, "files", slips).items():
+def parts(sweep: Sweep, problems: list[str]) -> list[Part]:
+    """The factors of the product, in the order in which they stand in names; what is wrong is added to `problems`."""
+    _check_single(sweep, problems)
+    collected: list[Part] = []
+    for axis, values in _mapping(sweep.files, "files", problems).items():
         if axis in OWN:
-            slips.append(f"files[{axis!r}]: the name is that of another axis; give yours another.")
+            problems.append(f"files[{axis!r}]: the name is that of another axis; give yours another.")
             continue
-        found += _axis(f"files[{axis!r}]", axis, values, _is_files, "a Gin file or a list of them", slips)
+        collected += _axis(f"files[{axis!r}]", axis, values, _is_files, "a Gin file or a list of them", problems)
     seen: set[str] = set()
-    for name, values in _mapping(sweep.grid, "grid", slips).items():
+    for name, values in _mapping(sweep.grid, "grid", problems).items():
         if name in _OWN_AXES:
-            slips.append(f"grid[{name!r}]: use {_OWN_AXES[name]} = [...], which scales what depends on it.")
+            problems.append(f"grid[{name!r}]: use {_OWN_AXES[name]} = [...], which scales what depends on it.")
             continue
-        found += _axis(f"grid[{name!r}]", name, values, _is_value, _VALUE, slips)
+        collected += _axis(f"grid[{name!r}]", name, values, _is_value, _VALUE, problems)
         seen.add(name)
-    found += _zipped(sweep.zipped, seen, slips)
+    collected += _zipped(sweep.zipped, seen, problems)
     if isinstance(sweep.rule, str):
-        _axis("rule", RULE, [sweep.rule], _is_rule, _RULE, slips)
+        _axis("rule", RULE, [sweep.rule], _is_rule, _RULE, problems)
     else:
-        found += _axis("rule", RULE, sweep.rule, _is_rule, _RULE, slips)
+        collected += _axis("rule", RULE, sweep.rule, _is_rule, _RULE, problems)
     if sweep.batch_sizes is not None:
-        found += _axis("batch_sizes", BATCH_SIZE, sweep.batch_sizes, _is_count, "a positive whole number", slips)
+        collected += _axis("batch_sizes", BATCH_SIZE, sweep.batch_sizes, _is_count, "a positive whole number", problems)
     if sweep.learning_rates is not None and sweep.rate_factors is not None:
-        slips.append("learning_rates and rate_factors exclude each other: absolute rates, or multiples of the base's.")
+        problems.append(
+            "learning_rates and rate_factors exclude each other: absolute rates, or multiples of the base's."
+        )
     elif sweep.learning_rates is not None:
-        found += _axis("learning_rates", LEARNING_RATE, sweep.learning_rates, _is_positive, _POSITIVE, slips)
+        collected += _axis("learning_rates", LEARNING_RATE, sweep.learning_rates, _is_positive, _POSITIVE, problems)
     elif sweep.rate_factors is not None:
-        found += _axis("rate_factors", RATE_FACTOR, sweep.rate_factors, _is_positive, _POSITIVE, slips)
-    found += _axis("seeds", SEED, sweep.seeds, _is_seed, "a whole number, not negative", slips)
-    return found
+        collected += _axis("rate_factors", RATE_FACTOR, sweep.rate_factors, _is_positive, _POSITIVE, problems)
+    collected += _axis("seeds", SEED, sweep.seeds, _is_seed, "a whole number, not negative", problems)
+    return collected
 
 
 def usable(sweep: Sweep) -> Sweep:
@@ -137,81 +139,81 @@ _POSITIVE = "a positive number"
 _RULE = f"one of {', '.join(map(repr, scaling.RULES))}"
 
 
-def _check_single(sweep: Sweep, slips: list[str]) -> None:
+def _check_single(sweep: Sweep, problems: list[str]) -> None:
     if not isinstance(sweep.name, str) or not sweep.name or not sweep.name.replace("-", "_").isidentifier():
-        slips.append(f"name = {sweep.name!r}: give letters, digits and underscores; it names the sweep's folder.")
+        problems.append(f"name = {sweep.name!r}: give letters, digits and underscores; it names the sweep's folder.")
     for name, is_right, wanted in (
         ("base_batch_size", _is_count, "a positive whole number"),
         ("base_learning_rate", _is_positive, _POSITIVE),
     ):
         value = getattr(sweep, name)
         if value is not None and not is_right(value):
-            slips.append(f"{name} = {value!r}: must be {wanted}, or None for the configuration's.")
+            problems.append(f"{name} = {value!r}: must be {wanted}, or None for the configuration's.")
     if sweep.weight_decay_rule not in scaling.WEIGHT_DECAY_RULES:
-        slips.append(
+        problems.append(
             f"weight_decay_rule = {sweep.weight_decay_rule!r}: must be one of "
             f"{', '.join(map(repr, scaling.WEIGHT_DECAY_RULES))}."
             f"{did_you_mean(str(sweep.weight_decay_rule), scaling.WEIGHT_DECAY_RULES)}"
         )
-    for name in _mapping(sweep.gin_bindings, "gin_bindings", slips):
+    for name in _mapping(sweep.gin_bindings, "gin_bindings", problems):
         if not _is_value(sweep.gin_bindings[name]):
-            slips.append(f"gin_bindings[{name!r}] = {sweep.gin_bindings[name]!r}: must be {_VALUE}.")
+            problems.append(f"gin_bindings[{name!r}] = {sweep.gin_bindings[name]!r}: must be {_VALUE}.")
 
 
 def _axis(
-    where: str, axis: str, values: Any, is_right: Callable[[Any], bool], wanted: str, slips: list[str]
+    where: str, axis: str, values: Any, is_right: Callable[[Any], bool], wanted: str, problems: list[str]
 ) -> list[Part]:
     """One part, or none if nothing of it can be used."""
     if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
-        slips.append(f"{where} = {values!r}: give a list, such as [{values!r}].")
+        problems.append(f"{where} = {values!r}: give a list, such as [{values!r}].")
         return []
     if not values:
-        slips.append(f"{where} is empty: give at least one value, or leave it out.")
+        problems.append(f"{where} is empty: give at least one value, or leave it out.")
         return []
     usable: list[Any] = []
     for value in values:
         if not is_right(value):
             near = did_you_mean(value, scaling.RULES) if axis == RULE and isinstance(value, str) else ""
-            slips.append(f"{where} has {value!r}: must be {wanted}.{near}")
+            problems.append(f"{where} has {value!r}: must be {wanted}.{near}")
         elif value in usable:
-            slips.append(f"{where} has {value!r} twice.")
+            problems.append(f"{where} has {value!r} twice.")
         else:
             usable.append(value)
     return [[{axis: value} for value in usable]] if usable else []
 
 
-def _zipped(zipped: Any, seen: set[str], slips: list[str]) -> list[Part]:
+def _zipped(zipped: Any, seen: set[str], problems: list[str]) -> list[Part]:
     if not zipped:
         return []
     if not isinstance(zipped, Sequence) or not all(isinstance(z, Mapping) and z for z in zipped):
-        slips.append(f"zipped = {zipped!r}: give a list of dictionaries, each with the bindings that go together.")
+        problems.append(f"zipped = {zipped!r}: give a list of dictionaries, each with the bindings that go together.")
         return []
     names = list(zipped[0])
     usable: Part = []
     for i, entry in enumerate(zipped):
         if list(entry) != names and set(entry) != set(names):
-            slips.append(
+            problems.append(
                 f"zipped[{i}] has {', '.join(entry)}, but zipped[0] has {', '.join(names)}: give all the same."
             )
         elif dict(entry) in usable:
-            slips.append(f"zipped[{i}] is the same as zipped[{usable.index(dict(entry))}].")
+            problems.append(f"zipped[{i}] is the same as zipped[{usable.index(dict(entry))}].")
         elif wrong := [name for name in names if not _is_value(entry[name])]:
-            slips.append(f"zipped[{i}][{wrong[0]!r}] = {entry[wrong[0]]!r}: must be {_VALUE}.")
+            problems.append(f"zipped[{i}][{wrong[0]!r}] = {entry[wrong[0]]!r}: must be {_VALUE}.")
         else:
             usable.append({name: entry[name] for name in names})
     for name in names:
         if name in seen:
-            slips.append(f"{name!r} is in both grid and zipped: leave it in one of them.")
+            problems.append(f"{name!r} is in both grid and zipped: leave it in one of them.")
         if name in _OWN_AXES:
-            slips.append(f"zipped: use {_OWN_AXES[name]} = [...] for {name}, which scales what depends on it.")
+            problems.append(f"zipped: use {_OWN_AXES[name]} = [...] for {name}, which scales what depends on it.")
     return [usable] if usable else []
 
 
-def _mapping(value: Any, where: str, slips: list[str]) -> Mapping[str, Any]:
+def _mapping(value: Any, where: str, problems: list[str]) -> Mapping[str, Any]:
     if not value:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        slips.append(f"{where} = {value!r}: give a dictionary of names.")
+        problems.append(f"{where} = {value!r}: give a dictionary of names.")
         return {}
     return value
 

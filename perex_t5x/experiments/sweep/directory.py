@@ -83,22 +83,22 @@ class Folder:
             return [f"{another}, {former.get('name')!r}. Choose another folder."]
         if set(former.get("axes", {})) != set(current["axes"]):
             return [f"{another}, over {', '.join(former.get('axes', {}))}, not {', '.join(current['axes'])}."]
-        slips = []
+        problems = []
         for key, flag in (("gin_files", "--gin_file"), ("gin_bindings", "--gin.NAME")):
             if former.get(key) != current[key]:
-                slips.append(
+                problems.append(
                     f"{another}: {flag} was {former.get(key)}, and is now {current[key]}. Choose another folder."
                 )
         known = {run["name"]: run for run in former.get("runs", [])}
         for run in current["runs"]:
             old = known.get(run["name"])
             if old is not None and any(old.get(key) != _plain(run[key]) for key in ("values", "files", "bindings")):
-                slips.append(
+                problems.append(
                     f"{another}: its run {run['name']} is {'; '.join(old.get('bindings', []))}, and would now be "
                     f"{'; '.join(run['bindings'])}. Choose another folder."
                 )
                 break  # the others would say the same
-        return slips
+        return problems
 
     def description(self) -> dict[str, Any] | None:
         try:
@@ -131,10 +131,10 @@ class Folder:
         name = run if isinstance(run, str) else run.name
         try:
             with open(self.path("runs", name, "result.json"), encoding="utf-8") as f:
-                found = json.load(f)
+                content = json.load(f)
         except (FileNotFoundError, ValueError):
             return None
-        known = {key: found[key] for key in Result.__dataclass_fields__ if key in found}
+        known = {key: content[key] for key in Result.__dataclass_fields__ if key in content}
         return Result(**known)
 
     def write_result(self, run: Run, result: Result) -> None:
@@ -162,7 +162,7 @@ class Folder:
 def result_of_metrics(run: Run, folder: str, seconds: float, status: str = DONE, error: str = "") -> Result:
     """What a run's metrics.jsonl says of it."""
     train, evaluations = _read_metrics(os.path.join(folder, "metrics.jsonl"))
-    losses = [sum(found) / len(found) for _, found in sorted(evaluations.items())]
+    losses = [sum(of_tasks) / len(of_tasks) for _, of_tasks in sorted(evaluations.items())]
     finite = [loss for loss in losses if math.isfinite(loss)]
     steps = max([train[0] if train else 0, *evaluations])
     failed = status == FAILED

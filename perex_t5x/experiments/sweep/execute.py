@@ -56,11 +56,11 @@ def run(
     chosen = chosen_runs(plan.runs, only)
     parallel = _checked_parallel(parallel, together)
     kept = Folder(folder)
-    if slips := kept.check(plan):
-        raise ConfigError("\n".join(slips))
+    if problems := kept.check(plan):
+        raise ConfigError("\n".join(problems))
     with kept.locked():
         described = kept.write_description(plan)
-        results = {r.name: found for r in plan.runs if (found := kept.result(r)) is not None}
+        results = {r.name: former for r in plan.runs if (former := kept.result(r)) is not None}
         kept.write_results(described, results)
         first_of = first_of_twins(chosen, results)
         unfinished = [r for r in chosen if r.name not in results]
@@ -178,10 +178,10 @@ def first_of_twins(runs: Sequence[Run], finished: Mapping[str, Result]) -> dict[
     Twins are runs of one sweep with the same configuration, such as those at the base batch size under several rules: one of
     them is run, the others are copies of it.
     """
-    found: dict[tuple[tuple[str, ...], tuple[str, ...]], Run] = {}
+    first: dict[tuple[tuple[str, ...], tuple[str, ...]], Run] = {}
     for run in sorted(runs, key=lambda r: r.name not in finished):  # stable: finished ones first, else in order
-        found.setdefault((run.files, run.bindings), run)
-    return {run.name: found[run.files, run.bindings] for run in runs}
+        first.setdefault((run.files, run.bindings), run)
+    return {run.name: first[run.files, run.bindings] for run in runs}
 
 
 def copy_twin(kept: Folder, first: Run, twin: Run, result: Result) -> Result:

@@ -145,12 +145,12 @@ def best_table(runs: Sequence[Run], results: Sequence[Result]) -> str:
 
 def _means(runs: Sequence[Run], results: Sequence[Result]) -> dict[tuple[tuple[str, str], ...], float]:
     """Setting without seed -> mean over seeds; a setting with a run that failed is left out."""
-    found: dict[tuple[tuple[str, str], ...], list[float | None]] = {}
+    losses_by_setting: dict[tuple[tuple[str, str], ...], list[float | None]] = {}
     for run, result in zip(runs, results, strict=True):
         if result.status in (DONE, FAILED):
             setting = tuple((axis, repr(value)) for axis, value in run.values.items() if axis != axes.SEED)
-            found.setdefault(setting, []).append(result.eval_loss)
-    return {s: sum(losses) / len(losses) for s, losses in found.items() if None not in losses}
+            losses_by_setting.setdefault(setting, []).append(result.eval_loss)
+    return {s: sum(losses) / len(losses) for s, losses in losses_by_setting.items() if None not in losses}
 
 
 def _at(setting: tuple[tuple[str, str], ...], axis: str) -> str:

@@ -77,8 +77,8 @@ def make(
     flags: Sequence[str] = (),
 ) -> Plan:
     """See `Sweep.plan`."""
-    slips: list[str] = []
-    parts = axes.parts(sweep, slips)
+    problems: list[str] = []
+    parts = axes.parts(sweep, problems)
     asked, sweep = sweep, axes.usable(sweep)
     files = tuple(gin_files or sweep.gin_files)
     if not files:
@@ -88,13 +88,13 @@ def make(
     try:
         parse()
     except ConfigError as e:
-        raise ConfigError(_numbered([*slips, str(e)])) from e
-    parts = _known_bindings(parts, sweep, parse, slips)
-    runs = _runs(sweep, axes.product(parts), parse, slips)
+        raise ConfigError(_numbered([*problems, str(e)])) from e
+    parts = _known_bindings(parts, sweep, parse, problems)
+    runs = _runs(sweep, axes.product(parts), parse, problems)
     if check:
-        _check_configurations(runs, slips)
-    if slips:
-        raise ConfigError(_numbered(list(dict.fromkeys(slips))))
+        _check_configurations(runs, problems)
+    if problems:
+        raise ConfigError(_numbered(list(dict.fromkeys(problems))))
     runs = [dataclasses.replace(run, flags=tuple(flags)) for run in runs]
     return Plan(asked, files, common, tuple(search_paths), tuple(runs))
 
@@ -108,11 +108,12 @@ def written(value: Any) -> str:
     return value if isinstance(value, str) and _GIN.fullmatch(value) else repr(value)
 
 
-def _numbered(slips: Sequence[str]) -> str:
-    slips = [cli.cleaned(slip).strip() for slip in slips]
-    if len(slips) == 1:
-        return f"sweep: {slips[0]}"
-    return "\n".join([f"the sweep has {len(slips)} slips:", *(f"{i}. {slip}" for i, slip in enumerate(slips, 1))])
+def _numbered(problems: Sequence[str]) -> str:
+    problems = [cli.cleaned(problem).strip() for problem in problems]
+    if len(problems) == 1:
+        return f"sweep: {problems[0]}"
+    lines = [f"{i}. {problem}" for i, problem in enumerate(problems, 1)]
+    return "\n".join([f"the sweep has {len(problems)} problems:", *lines])
 
 
 class _Parser:
@@ -138,7 +139,7 @@ class _Parser:
         parse_configuration(self.all_files(values), bindings, self.search_paths)
 
 
-def _known_bindings(parts: list[Any], sweep: Sweep, parse: _Parser, slips: list[str]) -> list[Any]:
+def _known_bindings(parts: list[Any], sweep: Sweep, parse: _Parser, problems: list[str]) -> list[Any]:
     """The parts whose files and bindings Gin knows, each tried by itself."""
     kept = []
     for part in parts:
@@ -151,7 +152,7 @@ def _known_bindings(parts: list[Any], sweep: Sweep, parse: _Parser, slips: list[
             except ConfigError as e:
                 wrong.add(i)
                 shown = ", ".join(f"{name} = {value!r}" for name, value in setting.items())
-                slips.append(f"{shown}: {cli.cleaned(str(e))}")
+                problems.append(f"{shown}: {cli.cleaned(str(e))}")
                 if not any(name in parse.file_axes for name in setting):
                     wrong.update(range(len(part)))  # the name is wrong, not this value alone
                     break
@@ -161,10 +162,10 @@ def _known_bindings(parts: list[Any], sweep: Sweep, parse: _Parser, slips: list[
     return kept
 
 
-def _runs(sweep: Sweep, combinations: list[dict[str, Any]], parse: _Parser, slips: list[str]) -> list[Run]:
-    """The runs that can be described; a rule that cannot be applied is a slip."""
+def _runs(sweep: Sweep, combinations: list[dict[str, Any]], parse: _Parser, problems: list[str]) -> list[Run]:
+    """The runs that can be described; a rule that cannot be applied is added to `problems`."""
     bases: dict[tuple[Any, ...], scaling.BaseSettings] = {}
-    found = []
+    runs = []
     for name, values in zip(axes.names(combinations), combinations, strict=True):
         files, bindings = parse.all_files(values), parse.bindings(values)
         try:
@@ -173,10 +174,10 @@ def _runs(sweep: Sweep, combinations: list[dict[str, Any]], parse: _Parser, slip
                 bases[files, bindings] = _checked_base(scaling.read_settings())
             run = _run(name, values, sweep, bases[files, bindings], files, bindings, parse)
         except ConfigError as e:
-            slips.append(str(e))
+            problems.append(str(e))
             continue
-        found.append(run)
-    return found
+        runs.append(run)
+    return runs
 
 
 def _checked_base(base: scaling.BaseSettings) -> scaling.BaseSettings:
@@ -246,7 +247,7 @@ def parse_configuration(
     gin_utils.parse_gin_flags(search_paths, files, [*bindings, f"MODEL_DIR = {model_dir!r}"])
 
 
-def _check_configurations(runs: Sequence[Run], slips: list[str]) -> None:
+def _check_configurations(runs: Sequence[Run], problems: list[str]) -> None:
     """Does what `perex_t5x.train --dry_run` does, until every value has been seen with every batch size."""
     seen: set[Any] = set()
     for run in runs:
@@ -255,11 +256,12 @@ def _check_configurations(runs: Sequence[Run], slips: list[str]) -> None:
         if pairs <= seen:
             continue
         seen |= pairs
-        if slip := dry_run(run):
-            slips.append(slip)
+        if problem := dry_run(run):
+            problems.append(problem)
 
 
 def dry_run(run: Run) -> str | None:
+    """What `perex_t5x.train --dry_run` says against a run's configuration; None if nothing."""
     from perex_t5x import train as train_script
 
     with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()), quiet_logging():

@@ -398,10 +398,10 @@ def _scaled_optimizer(
             )
         return []
     if rule == "full":
-        found = optimizer.numbers(*BETAS, *EPSILONS)
-        if not found:
+        moments = optimizer.numbers(*BETAS, *EPSILONS)
+        if not moments:
             raise ConfigError(f"rule 'full': {optimizer.name} has none of b1, b2, eps. Use rule 'sqrt'.")
-        changed |= scaled_moments(found, k, optimizer.name, base_batch_size)
+        changed |= scaled_moments(moments, k, optimizer.name, base_batch_size)
     if weight_decay_rule == "per_example":
         for name, value in optimizer.numbers("weight_decay").items():
             changed[name] = scaled_weight_decay(value, k, rule, weight_decay_rule)

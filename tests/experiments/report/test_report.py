@@ -36,7 +36,7 @@ def test_rules_are_compared_by_their_collapse(tmp_path):
         write_sweep(tmp_path / rule, scaling_runs(spread, rule), name=rule, rule=rule)
     data = data_of(tmp_path / "linear", tmp_path / "sqrt", tmp_path / "constant")
     plot = collapse_plot.collapse_plot(data)
-    assert [p.label for p in sorted(collapse_plot.panels(data), key=lambda p: p.found.number)] == [
+    assert [p.label for p in sorted(collapse_plot.panels(data), key=lambda p: p.result.number)] == [
         "sqrt",
         "constant",
         "linear",

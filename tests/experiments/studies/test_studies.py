@@ -207,7 +207,7 @@ def test_slips_are_said_at_once(tmp_path, capsys):
         studies.find("overhed")
     found = studies.find("preconditioner")
     sweep = Sweep.load(found.file, ["rate_factors = []", "batch_sizes = [0]"])
-    with pytest.raises(ConfigError, match=r"(?s)2 slips.*batch_sizes.*rate_factors is empty"):
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*batch_sizes.*rate_factors is empty"):
         base.run_stages(found, sweep, str(tmp_path / "a"))
     assert not (tmp_path / "a").exists()
     with pytest.raises(ConfigError, match="holds no study yet"):

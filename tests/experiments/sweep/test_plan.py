@@ -1,4 +1,4 @@
-"""From a description to runs; slips are found before the first run, all at once."""
+"""From a description to runs; all that is wrong is said before the first run, at once."""
 
 import json
 import shlex
@@ -70,7 +70,7 @@ def test_all_slips_at_once():
         )
     text = str(e.value)
     for part in (
-        "slips:\n1. ",
+        "problems:\n1. ",
         "name = 'bad name'",
         "Did you mean 'sqrt'?",
         "batch_sizes has 16 twice",
