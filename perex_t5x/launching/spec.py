@@ -177,7 +177,7 @@ def parse(args: Any, bindings: Sequence[str]) -> Parsed:
 
     gin.clear_config()
     gin_utils.parse_gin_flags(args.gin_search_paths, args.gin_file, bindings)
-    folder = next((found for name in _FOLDERS if (found := _macro(name))), None)
+    folder = next((value for name in _FOLDERS if (value := _macro(name))), None)
     if not isinstance(folder, str):
         return Parsed(None, 0, 0)
     if args.module != "perex_t5x.train":

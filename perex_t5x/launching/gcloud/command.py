@@ -22,7 +22,7 @@ from absl import flags
 from perex_t5x.cli import prompts
 from perex_t5x.errors import ConfigError, Reason, TrainingError, did_you_mean
 from perex_t5x.launching import bundle, checks, collect, names
-from perex_t5x.launching.gcloud import logs, quota, remote, resource, session, steps
+from perex_t5x.launching.gcloud import logs, remote, resource, session, steps
 from perex_t5x.launching.gcloud.logs import Follower
 from perex_t5x.launching.gcloud.remote import HostStatus
 from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
@@ -94,7 +94,7 @@ def _check(request: Request, todo: Steps) -> tuple[bundle.Checkout, checks.Estim
     commands = todo.commands
     checks.bucket(request, commands)
     checks.zone_has(request, commands)
-    quota.look(request, commands)
+    checks.quota(request, commands)
     checks.check_gin(request, commands)
     cost = checks.preflight(request, commands)
     say(checks.summary(request, cost, files.commit, f"{request.project}, {request.zone}"))

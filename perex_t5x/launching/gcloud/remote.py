@@ -51,9 +51,9 @@ class HostStatus:
         if not line.startswith(f'{{"{_KEY}":'):
             return None
         try:
-            found = json.loads(line)
-            last_line = base64.b64decode(found["log_base64"]).decode(errors="replace").rstrip("\n")
-            return cls(found[_KEY], found["state"], found["exit_code"], last_line)
+            report = json.loads(line)
+            last_line = base64.b64decode(report["log_base64"]).decode(errors="replace").rstrip("\n")
+            return cls(report[_KEY], report["state"], report["exit_code"], last_line)
         except (ValueError, KeyError):  # of a job that prints such a line itself
             return None
 
@@ -145,7 +145,7 @@ def start(name: str) -> str:
     )
 
 
-# report STATE EXIT_CODE LOG: the line that `HostStatus` reads. Any bytes may be in the log, so it travels in base64.
+# report STATE EXIT_CODE LOG: the line that `HostStatus` reads. Any bytes may be in the log, so it is sent in base64.
 _REPORT = (
     f'report() {{ printf \'{{"{_KEY}": "%s", "state": "%s", "exit_code": %s, "log_base64": "%s"}}\\n\' '
     '"${HOSTNAME:-$(hostname)}" "$1" "$2" "$3"; }'

@@ -9,8 +9,8 @@ from types import SimpleNamespace as Namespace
 import pytest
 
 from perex_t5x.hardware.slices import Slice
-from perex_t5x.launching import shell
-from perex_t5x.launching.gcloud import quota, remote, resource
+from perex_t5x.launching import checks, shell
+from perex_t5x.launching.gcloud import remote, resource
 from perex_t5x.launching.gcloud.remote import HostStatus
 from perex_t5x.launching.shell import Commands
 from tests.launching.gcloud.support import Cloud, created, finished, killed_workers, scenario, there
@@ -114,10 +114,10 @@ def test_the_quota_is_looked_at_and_refuses_nothing(cloud, capsys, monkeypatch, 
         monkeypatch.setenv(name, cloud.environment[name])
     request = Namespace(slice=Slice.of("v5e-16"), slices=1, spot=False, reservation=None, reserved=False)
     request.project, request.zone = "my-project", "us-west4-a"
-    quota.look(request, Commands())
+    checks.quota(request, Commands())
     said = capsys.readouterr().err
     assert (words in said) if words else said == ""
-    quota.look(Namespace(reservation=None, reserved=True), Commands())
+    checks.quota(Namespace(reservation=None, reserved=True), Commands())
 
 
 @pytest.mark.parametrize(
