@@ -34,6 +34,7 @@ KINDS = (
 ICI, DCN = "ICI", "DCN"  # within a slice; between slices, over the data-centre network
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_OFFLOADED = ("call-start", "custom-call-start")
 _NO_ESTIMATE = 2**63 - 1  # written for TPU7x where there is none
 _WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
 _TRANSFERS = {"ONE_TO_ONE": "collective-permute"}  # of the network between slices; the others are named alike
@@ -106,11 +107,18 @@ class Program:
         self.num_partitions = int((re.search(r"num_partitions=(\d+)", text[: text.find("\n")]) or [0, 1])[1])
         self._trips = TripCounts(self.computations)
 
-    def executed(self, fusions: bool = False) -> Iterator[Executed]:
-        """All instructions that run, in order, those in loops once; with `fusions` also the inner ones of fusions."""
-        yield from self._executed(Frame(self.computations[self.entry]), (), fusions)
+    def executed(self, fusions: bool = False, offloaded: bool = False) -> Iterator[Executed]:
+        """All instructions that run, in order, those in loops once.
 
-    def _executed(self, frame: Frame, loops: tuple[int | None, ...], fusions: bool) -> Iterator[Executed]:
+        Args:
+          fusions: also the inner instructions of fusions.
+          offloaded: also those of calls that a sparse core runs at the same time, such as TPU7x's all-gathers and scatters.
+        """
+        yield from self._executed(Frame(self.computations[self.entry]), (), fusions, offloaded)
+
+    def _executed(
+        self, frame: Frame, loops: tuple[int | None, ...], fusions: bool, offloaded: bool
+    ) -> Iterator[Executed]:
         for instruction in frame.computation:
             yield Executed(instruction, frame, loops)
             if instruction.opcode == "fusion":
@@ -120,8 +128,8 @@ class Program:
             inside = loops
             if instruction.opcode == "while":
                 inside = (*loops, self._trips.of(frame, instruction))
-            for _, name in _run_by(instruction):
-                yield from self._executed(self._trips.enter(frame, instruction, name), inside, fusions)
+            for _, name in _run_by(instruction, offloaded):
+                yield from self._executed(self._trips.enter(frame, instruction, name), inside, fusions, offloaded)
 
     def _inner(self, frame: Frame, loops: tuple, caller: Instruction, fusion: Instruction) -> Iterator[Executed]:
         inner = self._trips.enter(frame, caller, caller.callee("calls"))
@@ -163,7 +171,7 @@ class Program:
         """Kernels, except those given, and fusions without an estimate of cycles; collectives are not among them."""
         return [
             e
-            for e in self.executed()
+            for e in self.executed(offloaded=True)
             if _estimate(e.instruction) is None
             and (e.instruction.is_kernel or _has_no_estimate(e.instruction))
             and e.instruction.name not in kernels
@@ -178,7 +186,7 @@ class Program:
     def collectives(self, mesh: Mesh | None = None) -> list[Collective]:
         """All collectives, in order; with the mesh also which axes they join and over which network."""
         numbers = _DeviceNumbers(mesh, self.num_partitions)
-        collectives = (self._collective(e, numbers) for e in self.executed(fusions=True))
+        collectives = (self._collective(e, numbers) for e in self.executed(fusions=True, offloaded=True))
         return [c for c in collectives if c is not None]
 
     def _collective(self, e: Executed, numbers: _DeviceNumbers) -> Collective | None:
@@ -270,9 +278,10 @@ def _has_no_estimate(instruction: Instruction) -> bool:
     return "kind=kCustom" in instruction.attributes or f'"estimated_cycles":"{_NO_ESTIMATE}"' in instruction.attributes
 
 
-def _run_by(instruction: Instruction) -> list[tuple[str, str]]:
+def _run_by(instruction: Instruction, offloaded: bool = False) -> list[tuple[str, str]]:
     """(role, computation) of the computations that an instruction runs; not the functions of a reduction."""
-    if instruction.opcode in ("while", "call", "conditional", "async-start", "custom-call"):
+    opcodes = ("while", "call", "conditional", "async-start", "custom-call")
+    if instruction.opcode in (*opcodes, *(_OFFLOADED if offloaded else ())):
         return [(role, name) for role, name in instruction.called]
     return []
 

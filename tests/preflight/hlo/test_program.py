@@ -272,6 +272,20 @@ def test_computations_on_the_sparse_core():
     assert len(program.computations) == len(re.findall(r"^(?:ENTRY )?%.*\{$", text, re.MULTILINE))
 
 
+@needs_libtpu
+def test_collectives_on_the_sparse_core():
+    """TPU7x gathers there while the other cores compute."""
+    mesh = tpu_mesh((1, 8, 1), "tpu7x:2x2x1")
+
+    def gathered(x):
+        return jnp.tanh(jax.lax.all_gather(x, "data", tiled=True))
+
+    compiled = compile_sharded(gathered, mesh, (1024, 512), in_spec=P("data"))
+    assert "custom-call-start(" in compiled.as_text()
+    (found,) = collectives(compiled, mesh)
+    assert (found.kind, found.axes, found.network, found.bytes) == ("all-gather", ("data",), "ICI", 4 * 1024 * 512)
+
+
 def test_an_instruction_without_an_estimate():
     """The compiler writes the largest integer where it has none: not a number of cycles."""
 
