@@ -18,15 +18,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from perex_t5x import cli, files
+from perex_t5x import cli, files, preflight
 from perex_t5x.errors import ConfigError, Reason
-from perex_t5x.preflight import command
 
 
 def _main(args: Any) -> int:
     for path in (args.json, args.html):
         _check_writable(path)
-    command.start(args)
+    preflight.start(args)
     # Not earlier: importing these may use a device.
     import jax
 
@@ -73,7 +72,7 @@ def _write(path: str, text: str) -> None:
 def define_flags() -> None:
     from absl import flags
 
-    command.define_flags()
+    preflight.define_flags()
     flags.DEFINE_list(
         "compare", [], "Columns: optimizers (adamw,micro_adam) or Gin files (a.gin+b.gin), added to the files."
     )

@@ -14,12 +14,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from perex_t5x import cli
-from perex_t5x.preflight import command
+from perex_t5x import cli, preflight
 
 
 def _main(args: Any) -> None:
-    command.start(args)
+    preflight.start(args)
     # Not earlier: importing these may use a device.
     from perex_t5x.preflight import account, render, step
 
@@ -39,7 +38,7 @@ def _main(args: Any) -> None:
 def define_flags() -> None:
     from absl import flags
 
-    command.define_flags()
+    preflight.define_flags()
     flags.DEFINE_bool("markdown", False, "Print the table as Markdown.")
     flags.DEFINE_bool("each", False, "One line for every collective in the program.")
 

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 import jax
 import pytest
 
+from perex_t5x import preflight
 from perex_t5x.cli import spinner
 from perex_t5x.errors import ConfigError
 from perex_t5x.preflight import __main__ as preflight_command
@@ -177,7 +178,7 @@ RUN = ("--gin_file=models/tiny.gin", "--gin_file=runs/pretrain.gin", "--gin.TASK
 
 def test_the_command_writes_its_files(on_cpus, kept, tmp_path, monkeypatch, capsys):
     """In this process; its start, tried below, sets up logging for a process of its own."""
-    monkeypatch.setattr(preflight_command.command, "start", lambda args: None)
+    monkeypatch.setattr(preflight, "start", lambda args: None)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
     args = types.SimpleNamespace(
