@@ -12,6 +12,28 @@ from perex_t5x.models import DecoderOnlyModel
 STEP = {"loss": 8.0, "z_loss": 2.0, "correct": 3.0, "weights": 4.0, "tokens": 4.0, "all_tokens": 8.0, "examples": 2.0}
 
 
+T5X_NAMES = {
+    "accuracy",
+    "loss",
+    "cross_ent_loss",
+    "z_loss",
+    "loss_per_nonpadding_target_token",
+    "loss_per_all_target_tokens",
+    "cross_ent_loss_per_all_target_tokens",
+    "z_loss_per_all_target_tokens",
+    "nonpadding_fraction",
+}
+T5X_TIMING = {
+    "timing/seconds",
+    "timing/seqs",
+    "timing/seqs_per_second",
+    "timing/seqs_per_second_per_core",
+    "timing/steps_per_second",
+    "timing/target_tokens_per_second",
+    "timing/target_tokens_per_second_per_core",
+}
+
+
 def test_summary_by_hand():
     sums = MetricSums(DecoderOnlyModel(None, None, None))
     sums.add(STEP, objective=2.0)  # normalised by 4 tokens
@@ -28,6 +50,8 @@ def test_summary_by_hand():
     assert timing["timing/seqs_per_second"] == 3.0
     assert timing["timing/target_tokens_per_second"] == 12.0
     assert timing["timing/seqs_per_second_per_core"] == 0.75
+    assert set(summary) == T5X_NAMES and set(timing) == T5X_TIMING
+    assert sums.speed(seconds=2.0) == {"tokens/s": 12.0}
 
 
 def test_a_model_without_metrics_of_its_own():

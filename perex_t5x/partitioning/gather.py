@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -18,7 +19,7 @@ _NONE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
 def gather_by_spec(
-    part: jax.Array,
+    shard: jax.Array,
     spec: PartitionSpec,
     dtype: Any,
     sent_as: Any = None,
@@ -30,7 +31,7 @@ def gather_by_spec(
     Its gradient is a reduce-scatter in the parameter's own dtype.
 
     Args:
-      part: this device's shard, along the axes that are sharded over data axes.
+      shard: this device's part along the axes that are sharded over data axes.
       spec: its sharding over the manual axes.
       dtype: of the result.
       sent_as: dtype to send it in, if it is not `dtype`.
@@ -39,59 +40,53 @@ def gather_by_spec(
     """
     sharded = tuple((i, axes) for i, axes in enumerate(spec) if axes)
     if not sharded:
-        return part.astype(dtype)
-    how = (sharded, tuple(stages.items()), automatic, jnp.dtype(dtype), jnp.dtype(sent_as or dtype), part.dtype)
-    return _gathered(part, *how)
+        return shard.astype(dtype)
+    sent_as = jnp.dtype(sent_as or dtype)
+    return _gathered(shard, _Gather(sharded, tuple(stages.items()), automatic, jnp.dtype(dtype), sent_as, shard.dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5, 6))
-def _gathered(
-    part: jax.Array, sharded: tuple, stages: tuple, automatic: Any, dtype: Any, sent_as: Any, own_dtype: Any
-) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class _Gather:
+    """The arguments of `gather_by_spec`, hashable; `sharded` has (dimension, mesh axes) pairs."""
+
+    sharded: tuple
+    stages: tuple
+    automatic: PartitionSpec | None
+    dtype: Any
+    sent_as: Any
+    own_dtype: Any
+
+    def on_shards(self, function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+        """The function with further axes manual: along automatic axes XLA would gather its collectives' operands first."""
+        names = {a for axes in self.automatic or () for a in names_of(axes)}
+        if not names:
+            return function
+        return jax.shard_map(
+            function, in_specs=self.automatic, out_specs=self.automatic, axis_names=names, check_vma=False
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(shard: jax.Array, how: _Gather) -> jax.Array:
     def gather(x: jax.Array) -> jax.Array:
-        for i, axes in sharded:
+        for i, axes in how.sharded:
             x = jax.lax.all_gather(x, axes, axis=i, tiled=True)
         return x
 
-    return _on_parts(gather, automatic)(part.astype(sent_as)).astype(dtype)
+    return how.on_shards(gather)(shard.astype(how.sent_as)).astype(how.dtype)
 
 
-def _on_parts(
-    function: Callable[[jax.Array], jax.Array], spec: PartitionSpec | None
-) -> Callable[[jax.Array], jax.Array]:
-    """The function with further axes manual: along automatic axes XLA would gather its collectives' operands first."""
-    names = {a for axes in spec or () for a in names_of(axes)}
-    if not names:
-        return function
-    return jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False)
-
-
-def _gathered_forward(part: jax.Array, *how: Any) -> tuple[jax.Array, None]:
-    return _gathered(part, *how), None
-
-
-def _gathered_backward(
-    sharded: tuple,
-    stages: tuple,
-    automatic: Any,
-    dtype: Any,
-    sent_as: Any,
-    own_dtype: Any,
-    _: None,
-    whole: jax.Array,
-) -> tuple[jax.Array]:
+def _gathered_backward(how: _Gather, _: None, whole: jax.Array) -> tuple[jax.Array]:
     def scatter(x: jax.Array) -> jax.Array:
-        for i, axes in reversed(sharded):
-            one = isinstance(axes, str)
-            x = collectives.scatter_over(
-                x, (axes,) if one else axes, i, stages=dict(stages).get(axes, ()) if one else ()
-            )
+        for i, axes in reversed(how.sharded):
+            stages = dict(how.stages).get(axes, ()) if isinstance(axes, str) else ()
+            x = collectives.scatter_over(x, names_of(axes), i, stages=stages)
         return x
 
-    return (_on_parts(scatter, automatic)(whole.astype(own_dtype)),)
+    return (how.on_shards(scatter)(whole.astype(how.own_dtype)),)
 
 
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+_gathered.defvjp(lambda shard, how: (_gathered(shard, how), None), _gathered_backward)
 
 
 def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
