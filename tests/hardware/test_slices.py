@@ -103,4 +103,4 @@ def test_a_new_chip_is_one_entry(monkeypatch):
     assert (pod.gke_accelerator, pod.machine_type) == ("tpu-v8z-slice", "ct8z-standard-4t")
     assert pod.quota_id(spot=True) == "TPUV8ZSpotPerProjectPerZoneForTPUAPI"
     assert pod.gcloud_flags() == ["--accelerator-type=v8zeropod-4096"]
-    assert "$9,216 an hour" in Estimate(pod.chips, pod.price).words()
+    assert "$9,216 per hour" in Estimate(pod.chips, pod.price).words()
