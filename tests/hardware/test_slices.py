@@ -104,3 +104,10 @@ def test_a_new_chip_is_one_entry(monkeypatch):
     assert pod.quota_id(spot=True) == "TPUV8ZSpotPerProjectPerZoneForTPUAPI"
     assert pod.gcloud_flags() == ["--accelerator-type=v8zeropod-4096"]
     assert "$9,216 per hour" in Estimate(pod.chips, pod.price).words()
+
+
+def test_kernel_tile_sizes_are_known_for_every_chip():
+    """What a new chip needs besides its entry; v4 has the general ones."""
+    from perex_t5x.per_example.kernels import tiles
+
+    assert {chip.device_kinds[0] for name, chip in chips.CHIPS.items() if name != "v4"} <= set(tiles._CHIPS)
