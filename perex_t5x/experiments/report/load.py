@@ -310,7 +310,7 @@ def _json(path: str) -> Any:
         with open(path, encoding="utf-8") as f:
             return json.load(f)
     except (OSError, ValueError) as e:
-        raise ConfigError(f"{path} cannot be read: {e}. Mend it, or run what wrote it again.") from e
+        raise ConfigError(f"{path} cannot be read: {e}. Fix it, or rerun the command that wrote it.") from e
 
 
 def _name_apart(studies: Sequence[RunSet]) -> None:

@@ -92,7 +92,7 @@ def parts(sweep: Sweep, problems: list[str]) -> list[Part]:
     collected: list[Part] = []
     for axis, values in _mapping(sweep.files, "files", problems).items():
         if axis in OWN:
-            problems.append(f"files[{axis!r}]: the name is that of another axis; give yours another.")
+            problems.append(f"files[{axis!r}]: the name is taken by a built-in axis; choose another.")
             continue
         collected += _axis(f"files[{axis!r}]", axis, values, _is_files, "a Gin file or a list of them", problems)
     seen: set[str] = set()
@@ -111,7 +111,7 @@ def parts(sweep: Sweep, problems: list[str]) -> list[Part]:
         collected += _axis("batch_sizes", BATCH_SIZE, sweep.batch_sizes, _is_count, "a positive whole number", problems)
     if sweep.learning_rates is not None and sweep.rate_factors is not None:
         problems.append(
-            "learning_rates and rate_factors exclude each other: absolute rates, or multiples of the base's."
+            "learning_rates and rate_factors are mutually exclusive: give absolute rates, or multiples of the base rate."
         )
     elif sweep.learning_rates is not None:
         collected += _axis("learning_rates", LEARNING_RATE, sweep.learning_rates, _is_positive, _POSITIVE, problems)
@@ -122,7 +122,7 @@ def parts(sweep: Sweep, problems: list[str]) -> list[Part]:
 
 
 def usable(sweep: Sweep) -> Sweep:
-    """The sweep with defaults in the place of single values that are wrong, so that the rest can be checked."""
+    """The sweep with defaults in place of invalid single values, so that the rest can be checked."""
     named = sweep.rule if isinstance(sweep.rule, list | tuple) else [sweep.rule]
     return dataclasses.replace(
         sweep,
@@ -163,7 +163,7 @@ def _check_single(sweep: Sweep, problems: list[str]) -> None:
 def _axis(
     where: str, axis: str, values: Any, is_right: Callable[[Any], bool], wanted: str, problems: list[str]
 ) -> list[Part]:
-    """One part, or none if nothing of it can be used."""
+    """The axis as a part of the product; empty if none of its values is valid."""
     if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
         problems.append(f"{where} = {values!r}: give a list, such as [{values!r}].")
         return []

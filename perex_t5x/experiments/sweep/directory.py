@@ -27,7 +27,7 @@ COLUMNS = ("steps", "examples_seen", "train_loss", "eval_loss", "best_eval_loss"
 
 
 class InUseError(ConfigError):
-    """Another process of this machine holds the folder."""
+    """Another process on this machine has locked the folder."""
 
     def __init__(self, message: str, process: str):
         super().__init__(message)
@@ -45,7 +45,7 @@ class Folder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the folder against other sweeps on this machine. The system lets go of it when the process ends, however."""
+        """Locks the folder against other sweeps on this machine. The lock is released when the process ends, in any way."""
         try:
             os.makedirs(self.root, exist_ok=True)
             # Kept open: closing it lets go of the lock.
@@ -71,7 +71,7 @@ class Folder:
     # --- the description ----------------------------------------------------------------------------------------------
 
     def check(self, plan: Plan) -> list[str]:
-        """What of a sweep that the folder already holds does not fit this one."""
+        """Why this sweep cannot be run in the folder: how it differs from the sweep that the folder already holds."""
         former = self.description()
         if former is None:
             if os.path.isdir(self.path("runs")) and os.listdir(self.path("runs")):
@@ -112,7 +112,7 @@ class Folder:
             ) from e
 
     def write_description(self, plan: Plan) -> list[dict[str, Any]]:
-        """Writes sweep.json; runs that the folder held before and that are not asked for now stay in it. Returns all."""
+        """Writes sweep.json and returns its runs: the plan's, and those that the folder already held."""
         current = plan.described()
         names = {run["name"] for run in current["runs"]}
         kept = [run for run in (self.description() or {}).get("runs", []) if run["name"] not in names]
@@ -127,7 +127,7 @@ class Folder:
     # --- results ------------------------------------------------------------------------------------------------------
 
     def result(self, run: Run | str) -> Result | None:
-        """Of a finished run; None for others."""
+        """The result of a finished run; None for others."""
         name = run if isinstance(run, str) else run.name
         try:
             with open(self.path("runs", name, "result.json"), encoding="utf-8") as f:
@@ -160,7 +160,7 @@ class Folder:
 
 
 def result_of_metrics(run: Run, folder: str, seconds: float, status: str = DONE, error: str = "") -> Result:
-    """What a run's metrics.jsonl says of it."""
+    """The result of a run, read from its metrics.jsonl."""
     train, evaluations = _read_metrics(os.path.join(folder, "metrics.jsonl"))
     losses = [sum(of_tasks) / len(of_tasks) for _, of_tasks in sorted(evaluations.items())]
     finite = [loss for loss in losses if math.isfinite(loss)]
@@ -205,5 +205,5 @@ def _read_metrics(path: str) -> tuple[tuple[int, float] | None, dict[int, list[f
 
 
 def _plain(value: Any) -> Any:
-    """As it comes back from JSON."""
+    """A value as it comes back from JSON."""
     return json.loads(json.dumps(value))

@@ -1,4 +1,4 @@
-"""Runs what is not yet done of a plan, in a folder: `Sweep(...).plan(...).run(folder)`."""
+"""Runs the unfinished runs of a plan in a folder: `Sweep(...).plan(...).run(folder)`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(
       together: in this process, with one compiled step for runs that differ in rate and seed only; else each run is a
         process of its own.
       parallel: how many runs at once; None: one, or `together` as many as there are cores.
-      only: a regular expression found in the names of the runs to run.
+      only: a regular expression; runs whose names do not match are left for later.
       overview: a stream for the live overview; None: stderr.
       programs: a dictionary that keeps what `together` compiles, for a later call in this process.
       child: what starts a run, in place of `processes.RunProcess`, such as a work unit of XManager.
@@ -55,13 +55,13 @@ def run(
     folder = absolute(folder)
     chosen = chosen_runs(plan.runs, only)
     parallel = _checked_parallel(parallel, together)
-    kept = Folder(folder)
-    if problems := kept.check(plan):
+    directory = Folder(folder)
+    if problems := directory.check(plan):
         raise ConfigError("\n".join(problems))
-    with kept.locked():
-        described = kept.write_description(plan)
-        results = {r.name: former for r in plan.runs if (former := kept.result(r)) is not None}
-        kept.write_results(described, results)
+    with directory.locked():
+        described = directory.write_description(plan)
+        results = {r.name: former for r in plan.runs if (former := directory.result(r)) is not None}
+        directory.write_results(described, results)
         first_of = first_of_twins(chosen, results)
         unfinished = [r for r in chosen if r.name not in results]
         todo = [r for r in unfinished if first_of[r.name] is r]
@@ -72,24 +72,24 @@ def run(
         def finished(run: Run, result: Result) -> None:
             with writing:
                 if result.final:
-                    kept.write_result(run, result)
+                    directory.write_result(run, result)
                 results[run.name] = result
                 copied = copy_twins(run) if result.final else []
-                kept.write_results(described, results)
+                directory.write_results(described, results)
             for ended in (result, *copied):
                 show.finished(ended)
 
         def copy_twins(run: Run) -> list[Result]:
             waiting = [r for r in unfinished if first_of[r.name] is run and r is not run]
             for twin in waiting:
-                results[twin.name] = copy_twin(kept, run, twin, results[run.name])
-                kept.write_result(twin, results[twin.name])
+                results[twin.name] = copy_twin(directory, run, twin, results[run.name])
+                directory.write_result(twin, results[twin.name])
             return [results[twin.name] for twin in waiting]
 
         stop = threading.Event()
         for ended in [r for r in chosen if r.name in results]:
             copy_twins(ended)
-        kept.write_results(described, results)
+        directory.write_results(described, results)
         with Overview(chosen, results, stream=overview) as show, asking_to_stop(stop):
             if together:
                 _run_together(todo, folder, show, finished, parallel, stop, programs)
@@ -135,7 +135,7 @@ def chosen_runs(runs: Sequence[Run], only: str | None) -> list[Run]:
         raise ConfigError(f"--only={only!r} is not a regular expression: {e}.") from None
     chosen = [run for run in runs if pattern.search(run.name)]
     if not chosen:
-        raise ConfigError(f"--only={only!r} is found in none of the {len(runs)} runs' names, such as {runs[0].name}.")
+        raise ConfigError(f"--only={only!r} matches none of the {len(runs)} runs' names, such as {runs[0].name}.")
     return chosen
 
 
@@ -149,7 +149,7 @@ def _checked_parallel(parallel: int | None, together: bool) -> int:
 
 @contextlib.contextmanager
 def asking_to_stop(stop: threading.Event) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM asks the runs to stop, the second ends at once: what is finished is written already."""
+    """The first Ctrl-C or SIGTERM asks the runs to stop, the second ends at once: finished results are already written."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -184,9 +184,9 @@ def first_of_twins(runs: Sequence[Run], finished: Mapping[str, Result]) -> dict[
     return {run.name: first[run.files, run.bindings] for run in runs}
 
 
-def copy_twin(kept: Folder, first: Run, twin: Run, result: Result) -> Result:
-    """Copies what `first` has written, but for checkpoints, into the twin's folder; returns its result."""
-    source, target = kept.path("runs", first.name), kept.path("runs", twin.name)
+def copy_twin(directory: Folder, first: Run, twin: Run, result: Result) -> Result:
+    """Copies what `first` has written, except checkpoints, into the twin's folder; returns its result."""
+    source, target = directory.path("runs", first.name), directory.path("runs", twin.name)
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("checkpoint_*", "result.json*"))
     config = os.path.join(target, "config.gin")

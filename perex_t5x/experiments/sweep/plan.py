@@ -62,7 +62,7 @@ class Plan:
         }
 
     def run(self, folder: str, **options: Any) -> list[Result]:
-        """Runs what is not yet done in `folder`; see `perex_t5x.experiments.sweep.execute.run` for the options."""
+        """Runs what is not finished in `folder`; see `perex_t5x.experiments.sweep.execute.run` for the options."""
         from perex_t5x.experiments.sweep import execute
 
         return execute.run(self, folder, **options)
@@ -129,7 +129,7 @@ class _Parser:
         return (*self.files, *(f for entry in added for f in ([entry] if isinstance(entry, str) else entry)))
 
     def bindings(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Those of the grid; batch size, rate and seed have their own ways."""
+        """Those of the grid; batch size, rate and seed are bound separately."""
         special = {*axes.OWN, *self.file_axes}
         return tuple(f"{name} = {written(value)}" for name, value in values.items() if name not in special)
 
@@ -242,13 +242,13 @@ def _run(
 def parse_configuration(
     files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str], model_dir: str = "sweep"
 ) -> None:
-    """Makes a run's configuration the one that Gin holds; MODEL_DIR, which every run has for itself, is filled in."""
+    """Replaces the configuration that Gin holds by that of a run, with its own MODEL_DIR."""
     gin.clear_config()
     gin_utils.parse_gin_flags(search_paths, files, [*bindings, f"MODEL_DIR = {model_dir!r}"])
 
 
 def _check_configurations(runs: Sequence[Run], problems: list[str]) -> None:
-    """Does what `perex_t5x.train --dry_run` does, until every value has been seen with every batch size."""
+    """Dry-runs configurations until every value has been seen with every batch size."""
     seen: set[Any] = set()
     for run in runs:
         fixed = (axes.SEED, axes.LEARNING_RATE, axes.RATE_FACTOR, axes.RULE)
@@ -261,7 +261,7 @@ def _check_configurations(runs: Sequence[Run], problems: list[str]) -> None:
 
 
 def dry_run(run: Run) -> str | None:
-    """What `perex_t5x.train --dry_run` says against a run's configuration; None if nothing."""
+    """The error of `perex_t5x.train --dry_run` for a run's configuration; None if there is none."""
     from perex_t5x import train as train_script
 
     with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()), quiet_logging():
@@ -272,14 +272,14 @@ def dry_run(run: Run) -> str | None:
             return cli.cleaned(str(e))
         except Exception as e:  # whatever a value of the wrong kind does inside an optimizer or a model
             return (
-                f"{run.name} ({'; '.join(run.own_bindings)}) cannot be made: {type(e).__name__}: {cli.cleaned(str(e))}"
+                f"{run.name} ({'; '.join(run.own_bindings)}) cannot be built: {type(e).__name__}: {cli.cleaned(str(e))}"
             )
     return None
 
 
 @contextlib.contextmanager
 def quiet_logging() -> Iterator[None]:
-    """Warnings and errors only: what every run would say of itself is too much for a sweep."""
+    """Logs warnings and errors only: every run's own messages are too many for a sweep."""
     former = logging.get_verbosity()
     logging.set_verbosity(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""One run of a sweep, and what became of it."""
+"""One run of a sweep, and its result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DONE, FAILED, STOPPED, WAITING = "done", "failed", "stopped", "waiting"
 
 @dataclass(frozen=True)
 class Run:
-    """A run of `perex_t5x.train`, described wholly.
+    """A complete description of a run of `perex_t5x.train`.
 
     Attributes:
       name: of its folder.
@@ -71,7 +71,7 @@ class Run:
         ]
 
     def all_bindings(self, root: str) -> list[str]:
-        """With MODEL_DIR for the sweep's folder `root`."""
+        """All bindings, with MODEL_DIR for the sweep's folder `root`."""
         return [*self.bindings, f"MODEL_DIR = {self.folder(root)!r}"]
 
     def described(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a run: a row of results.csv, and its result.json.
+    """The result of a run: a row of results.csv, and its result.json.
 
     Attributes:
       status: done, failed, stopped or waiting.
@@ -121,5 +121,5 @@ class Result:
 
 
 def absolute(path: str) -> str:
-    """Of a local folder; others as they are."""
+    """The absolute path of a local folder; remote ones (gs://...) are returned unchanged."""
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))

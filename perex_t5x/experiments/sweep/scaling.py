@@ -96,7 +96,7 @@ def scaled_weight_decay(weight_decay: float, k: float, rule: str, weight_decay_r
 
 
 def weight_decay_words(names: list[str], weight_decay_rule: str) -> str:
-    """What becomes of the weight decay, in a sentence.
+    """How the weight decay follows the batch size, in a sentence.
 
     >>> weight_decay_words(["linear"], "keep")
     'weight decay λ is kept; the decay per example seen, ηλ/B, is the same at every batch size (linear)'
@@ -113,7 +113,7 @@ def weight_decay_words(names: list[str], weight_decay_rule: str) -> str:
 
 
 def scaled_steps(steps: int, k: float) -> int:
-    """So many steps of the base batch size, in steps of κ times as many examples; at least 1.
+    """Steps at the base batch size, converted to steps of κ times as many examples; at least 1.
 
     >>> scaled_steps(100, 4), scaled_steps(100, 0.5), scaled_steps(10, 64)
     (25, 200, 1)
@@ -252,7 +252,7 @@ def _macro(value: Any) -> str | None:
 
 
 def _resolved(value: Any) -> Any:
-    """Through macros, to a value or a reference to a function."""
+    """A value or a reference to a function, macros resolved."""
     while macro := _macro(value):
         value = gin.query_parameter(f"%{macro}")
     return value

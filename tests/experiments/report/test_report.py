@@ -201,7 +201,7 @@ def test_many_runs_stay_small(tmp_path):
     assert len(html) < 3e6 and len(content(html)["plots"][0]["rows"]) <= 14_000
 
 
-def test_slips_are_reported_at_once(tmp_path):
+def test_problems_are_reported_at_once(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "sweep.json").write_text('{"name": ')

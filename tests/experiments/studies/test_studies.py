@@ -202,7 +202,7 @@ def test_shipped_descriptions(name):
         assert next(found.stages(sweep, 1))
 
 
-def test_slips_are_said_at_once(tmp_path, capsys):
+def test_problems_are_reported_at_once(tmp_path, capsys):
     with pytest.raises(ConfigError, match="no study 'overhed'.*sign_placement.*Did you mean"):
         studies.find("overhed")
     found = studies.find("preconditioner")

@@ -158,7 +158,7 @@ def test_configurations_that_need_a_process_of_their_own(tmp_path):
     assert "leave --together out" in results[0].error
     results = run(plan("RestoreCheckpointConfig.path = 'somewhere'"), tmp_path / "a")
     assert "there is nothing at this path" in results[0].error
-    with pytest.raises(ConfigError, match="found in none of the 1 runs' names"):
+    with pytest.raises(ConfigError, match="matches none of the 1 runs' names"):
         run(plan(), tmp_path / "b", only="nothing")
     with pytest.raises(ConfigError, match="--parallel=0"):
         run(plan(), tmp_path / "b", parallel=0)

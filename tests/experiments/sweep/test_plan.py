@@ -55,7 +55,7 @@ def test_runs_that_differ_in_rate_and_seed_share_a_group():
     assert len({(run.group, run.batch_size) for run in made.runs}) == 2
 
 
-def test_all_slips_at_once():
+def test_all_problems_at_once():
     with pytest.raises(ConfigError) as e:
         plan(
             "Trainer.num_microbatches = 3",
@@ -86,7 +86,7 @@ def test_all_slips_at_once():
     assert "Traceback" not in text and "In call to configurable" not in text
 
 
-def test_wrong_kinds_are_slips_too():
+def test_wrong_kinds_are_problems_too():
     wrong = {
         "rule": 3,
         "base_learning_rate": "high",
@@ -109,7 +109,7 @@ def test_batch_size_that_the_mesh_cannot_take():
 
 
 def test_value_of_the_wrong_kind():
-    with pytest.raises(ConfigError, match="b2-high.*cannot be made|optax.adamw.b2"):
+    with pytest.raises(ConfigError, match="b2-high.*cannot be built|optax.adamw.b2"):
         plan(grid={"optax.adamw.b2": ["high"]}, check=True)
 
 
@@ -121,7 +121,7 @@ def test_shipped_sweep(name):
     assert len({run.examples for run in made.runs}) == 1
 
 
-def test_sweep_file_slips(tmp_path):
+def test_sweep_file_problems(tmp_path):
     with pytest.raises(ConfigError, match="Did you mean 'batch_sizes'"):
         Sweep.load("sweeps/sqrt_lr.gin", ["batch_size = [8]"])
     with pytest.raises(ConfigError, match="Did you mean 'sweeps/sqrt_lr.gin'"):

@@ -56,13 +56,13 @@ def stand_in(tmp_path, monkeypatch):
 
 def test_every_end_has_its_result(tmp_path, stand_in):
     made, folder, shown = plan(seeds=[0, 1, 2, 3]), tmp_path / "sweep", io.StringIO()
-    done, diverged, killed, slipped = made.run(str(folder), parallel=2, overview=shown)
+    done, diverged, killed, wrong = made.run(str(folder), parallel=2, overview=shown)
     assert (done.status, done.final, done.steps, done.examples_seen) == ("done", True, 8, 128)
     assert (done.train_loss, done.eval_loss, done.best_eval_loss) == (2.0, 1.75, 1.5)
     assert (diverged.status, diverged.final, diverged.eval_loss) == ("failed", True, None)
     assert diverged.error == "diverged at step 5: the loss is nan"
     assert (killed.status, killed.final) == ("failed", False) and "SIGKILL" in killed.error
-    assert "BATCH_SIZE = 3: no" in slipped.error and not slipped.final
+    assert "BATCH_SIZE = 3: no" in wrong.error and not wrong.final
     assert "1 done, 0 running, 0 waiting, 3 failed of 4" in shown.getvalue()
     kept = sorted(p.parent.name for p in folder.glob("runs/*/result.json"))
     assert kept == ["s0", "s1"], "the other two are tried again"
