@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("xmanager")
 
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.launching.shell import Commands
+from perex_t5x.launching.shell import Commands, Completed
 from perex_t5x.launching.spec import Job, Work
 from perex_t5x.launching.xm import command, experiment, vertex
 from tests.launching.xm.test_local import xmanager
@@ -158,6 +158,24 @@ def test_a_sweeps_name_is_made_to_fit_as_by_the_other_launchers(monkeypatch, cap
     )
     assert vertex.launch(args) == 0
     assert "name      learning-rate" in capsys.readouterr().err
+
+
+def test_the_gin_check_gets_what_it_reads_of_a_request(monkeypatch, tmp_path):
+    """Vertex's chips are no `Slice`, so there is no `Request`, only what the checks need of one."""
+    monkeypatch.setattr(vertex.spec, "make", lambda args: work("one"))
+    given = []
+
+    def run(self, argv, **_):
+        given.append(argv)
+        return Completed(tuple(argv), 2, "BATCH_SIZE = 3", "")
+
+    monkeypatch.setattr(Commands, "run", run)
+    absent = dict.fromkeys(("name", "project", "spot", "reservation", "slices", "zone", "repository"))
+    args = SimpleNamespace(topology="v3-8", image=IMAGE, dry_run=False, with_package=[], yes=True, **absent)
+    args.skip_gin_check = False
+    with pytest.raises(ConfigError, match="BATCH_SIZE = 3"):
+        vertex.launch(args)
+    assert given[-1][-1] == "--devices=8" and "perex_t5x.launching.checks" in given[-1]
 
 
 @pytest.mark.slow
