@@ -157,7 +157,7 @@ def test_configurations_that_need_a_process_of_their_own(tmp_path):
     results = run(plan("train.infer_eval_dataset_cfg = @train_eval/utils.DatasetConfig()"), tmp_path)
     assert "leave --together out" in results[0].error
     results = run(plan("RestoreCheckpointConfig.path = 'somewhere'"), tmp_path / "a")
-    assert "there is nothing at this path" in results[0].error
+    assert "this path does not exist" in results[0].error
     with pytest.raises(ConfigError, match="matches none of the 1 runs' names"):
         run(plan(), tmp_path / "b", only="nothing")
     with pytest.raises(ConfigError, match="--parallel=0"):
