@@ -170,6 +170,13 @@ def test_signs_are_measured_after_the_warm_up_and_at_the_end(tmp_path):
     assert not (tmp_path / "runs").exists(), "it trains apart from the sweep's runs"
 
 
+def test_overhead_times_compiled_steps():
+    (run,) = plan(seeds=[0]).runs
+    timed = overhead.time_steps([run], turns=2)
+    assert timed["s0"]["values"] == {"seed": 0} and len(timed["s0"]["seconds"]) == 2
+    assert all(seconds > 0 for seconds in timed["s0"]["seconds"]) and timed["s0"]["temp_bytes"] > 0
+
+
 def test_overhead_compares_in_turns(tmp_path):
     values = {"model": "models/nano.gin", "optimizer": "optimizers/adamw.gin", "Trainer.clip_norm": None}
     micro = {**values, "optimizer": "optimizers/micro_adam.gin", "Trainer.clip_norm": 2.0}
