@@ -1,12 +1,14 @@
-"""What a person sees while a run is running: a live bar in a terminal, plain lines elsewhere."""
+"""What a person sees while work goes on: a progress bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 # Set where the reader of the lines overwrites each with the next: they then end with a carriage return.
@@ -96,3 +98,56 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+_FRAME_SECONDS = 0.2
+_LINE_SECONDS = 30.0
+
+
+class Working:
+    """In a terminal one line that counts seconds; elsewhere a line when it ends, and one every half minute before.
+
+        working = Working()
+        with working("compiling"):
+            ...
+
+    It writes to a copy of stderr's file descriptor: the compiler's noise is kept from the original.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+        self._stream = stream or _copy_of_stderr()
+        self._clock = clock
+        self._live = self._stream.isatty()
+
+    @contextlib.contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        begun, done = self._clock(), threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(what, begun, done), daemon=True)
+        watcher.start()
+        word = "stopped after"
+        try:
+            yield
+            word = ""
+        finally:
+            done.set()
+            watcher.join()
+            seconds = f"{self._clock() - begun:.0f} s"
+            self._write(f"{what}: {word} {seconds}" if word else f"{what}: {seconds}", last=True)
+
+    def _watch(self, what: str, begun: float, done: threading.Event) -> None:
+        while not done.wait(_FRAME_SECONDS if self._live else _LINE_SECONDS):
+            self._write(f"{what} ... {self._clock() - begun:.0f} s", last=False)
+
+    def _write(self, line: str, last: bool) -> None:
+        # A message is not worth the work: stderr may be closed.
+        with contextlib.suppress(OSError, ValueError):
+            start = "\r\x1b[K" if self._live else ""
+            self._stream.write(start + line + ("\n" if last or not self._live else ""))
+            self._stream.flush()
+
+
+def _copy_of_stderr() -> TextIO:
+    try:
+        return open(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")
+    except (OSError, ValueError):  # replaced by something without a descriptor, as in a notebook
+        return sys.stderr

@@ -21,7 +21,7 @@ from typing import Any
 
 import perex_t5x
 from perex_t5x import cli
-from perex_t5x.cli import console, prompts, status
+from perex_t5x.cli import console, status
 from perex_t5x.errors import ConfigError, Reason, TrainingError
 from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching import bundle, names, shell
@@ -212,7 +212,7 @@ def confirm(summary: str, request: Request) -> None:
     """Shows the summary and asks for confirmation; scripts have to give --yes."""
     say(summary)
     if not request.yes and not request.dry_run:
-        prompts.confirm("Create?", refused="Nothing was created.")
+        console.confirm("Create?", refused="Nothing was created.")
 
 
 def summary(request: Request, cost: Estimate, commit: str, where: str) -> str:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from perex_t5x.partitioning.axes import names_of
+from perex_t5x.partitioning.rules import names_of
 from perex_t5x.per_example import collectives
 
 _NONE: Mapping[str, tuple[int, ...]] = MappingProxyType({})

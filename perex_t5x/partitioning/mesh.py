@@ -12,7 +12,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.partitioning.axes import MESH_AXES
+from perex_t5x.partitioning.rules import MESH_AXES
 
 
 def make_mesh(

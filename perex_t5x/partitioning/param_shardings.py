@@ -9,9 +9,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from perex_t5x.partitioning.axes import names_of
 from perex_t5x.partitioning.gather import gather_by_spec
 from perex_t5x.partitioning.partitioner import PjitPartitioner
+from perex_t5x.partitioning.rules import names_of
 from perex_t5x.per_example.engine.request import parameter_filter
 
 

@@ -24,13 +24,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.partitioning.axes import DATA_AXES, MESH_AXES, MeshAxes, names_of, only_axes
 from perex_t5x.partitioning.gather import gather_by_spec
 from perex_t5x.partitioning.mesh import make_mesh, torus_sizes
 from perex_t5x.partitioning.rules import (
+    DATA_AXES,
+    MESH_AXES,
     LogicalAxisRules,
+    MeshAxes,
     check_rules,
     logical_to_mesh_axes,
+    names_of,
+    only_axes,
     standard_logical_axis_rules,
 )
 

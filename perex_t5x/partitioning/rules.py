@@ -1,4 +1,4 @@
-"""Logical axis rules: from the names of a parameter's or activation's dimensions to mesh axes.
+"""The axes of the mesh, and the logical axis rules: from the names of a parameter's or activation's dimensions to mesh axes.
 
 A parameter or activation carries *logical* axis names (`embed`, `mlp`, ...). The first rule for a name whose mesh axis is
 still free applies:
@@ -14,9 +14,35 @@ from collections.abc import Sequence
 from jax.sharding import PartitionSpec
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.partitioning.axes import DATA_AXES, MESH_AXES, MeshAxes, names_of
 
+MESH_AXES = ("replica", "data", "model")
+DATA_AXES = ("replica", "data")
+
+MeshAxes = str | tuple[str, ...] | None
 LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
+
+
+def names_of(axes: MeshAxes) -> tuple[str, ...]:
+    """Mesh axes as a tuple, however they are given.
+
+    >>> names_of("data"), names_of(("replica", "data")), names_of(None)
+    (('data',), ('replica', 'data'), ())
+    """
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def only_axes(spec: PartitionSpec, wanted: Sequence[str]) -> PartitionSpec:
+    """A `PartitionSpec` without mesh axes other than `wanted`.
+
+    >>> tuple(only_axes(PartitionSpec(None, "data", "model"), ("replica", "data")))
+    (None, 'data', None)
+    """
+
+    def only(axes: MeshAxes) -> MeshAxes:
+        kept = tuple(a for a in names_of(axes) if a in wanted)
+        return kept[0] if len(kept) == 1 else kept or None
+
+    return PartitionSpec(*map(only, spec))
 
 
 def standard_logical_axis_rules(

@@ -29,13 +29,13 @@ def _main(args: Any) -> int:
     # Not earlier: importing these may use a device.
     import jax
 
-    from perex_t5x.cli import spinner
+    from perex_t5x.cli import progress
     from perex_t5x.preflight import account, render, render_html, report_cache, search, step
 
     columns = search.cases(args.gin_file, args.gin_bindings, args.gin_search_paths, args.compare)
     # JAX's cache cannot read programs for devices that are not there, and would warn about each.
     jax.config.update("jax_enable_compilation_cache", False)
-    cache, line = report_cache.ReportCache(report_cache.default_folder()), spinner.Working()
+    cache, line = report_cache.ReportCache(report_cache.default_folder()), progress.Working()
     reports, searches = [], []
     for case in columns:
         case.parse()

@@ -15,7 +15,7 @@ import jax
 import optax
 from jax.tree_util import keystr
 
-from perex_t5x.cli.spinner import Working
+from perex_t5x.cli.progress import Working
 from perex_t5x.gradients import gradient_with_statistics
 from perex_t5x.hardware.chips import Chip, peak_flops
 from perex_t5x.metrics import flops_per_step

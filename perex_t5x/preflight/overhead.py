@@ -255,11 +255,11 @@ def main(args: Any) -> None:
     models, chips = _chosen("models", args.models, list(MODELS)), _chosen("chips", args.chips, list(CHIPS))
     use_cpu_backend()
     console.import_tensorflow_quietly()
-    from perex_t5x.cli import spinner
+    from perex_t5x.cli import progress
     from perex_t5x.preflight import report_cache
 
     done: list[Row] = []
-    for row in rows(models, chips, report_cache.ReportCache(report_cache.default_folder()), spinner.Working()):
+    for row in rows(models, chips, report_cache.ReportCache(report_cache.default_folder()), progress.Working()):
         done.append(row)
         ratio = (
             "does not fit" if row.cycles is None else f"cycles {row.cycles_ratio:.3f}, temporaries {row.temp_ratio:.3f}"

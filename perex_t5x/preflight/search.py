@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from perex_t5x import gin_utils
-from perex_t5x.cli.spinner import Working
+from perex_t5x.cli.progress import Working
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.preflight import step
 from perex_t5x.preflight.account import argument_parts

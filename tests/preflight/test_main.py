@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from perex_t5x import preflight
-from perex_t5x.cli import spinner
+from perex_t5x.cli import progress
 from perex_t5x.errors import ConfigError
 from perex_t5x.preflight import __main__ as preflight_command
 from perex_t5x.preflight import account, render, render_html, report_cache, search, step
@@ -30,7 +30,7 @@ def measured(where, optimizer="micro_adam", mesh="fsdp", folder=None, layers=2):
         trainer,
         spec,
         account.measure(
-            optimizer, where, trainer, spec, report_cache.ReportCache(folder), spinner.Working(open(os.devnull, "w"))
+            optimizer, where, trainer, spec, report_cache.ReportCache(folder), progress.Working(open(os.devnull, "w"))
         ),
     )
 
@@ -136,11 +136,11 @@ def test_the_terminal(on_cpus, capsys):
 def test_the_line_while_working(tmp_path):
     path, now = tmp_path / "log", iter([0.0, 41.6])
     with open(path, "w") as stream:
-        with spinner.Working(stream, clock=lambda: next(now))("compiling"):
+        with progress.Working(stream, clock=lambda: next(now))("compiling"):
             pass
     assert path.read_text() == "compiling: 42 s\n"
     with open(path, "w") as stream, pytest.raises(KeyError):
-        with spinner.Working(stream)("compiling"):
+        with progress.Working(stream)("compiling"):
             raise KeyError
     assert "compiling: stopped after 0 s" in path.read_text()
 

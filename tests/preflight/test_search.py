@@ -5,7 +5,7 @@ import os
 import jax
 import pytest
 
-from perex_t5x.cli import spinner
+from perex_t5x.cli import progress
 from perex_t5x.preflight import report_cache, search, step
 from tests import tiny
 from tests.preflight.support import needs_libtpu
@@ -18,7 +18,7 @@ BINDINGS = (
 
 
 def quiet():
-    return spinner.Working(open(os.devnull, "w"))
+    return progress.Working(open(os.devnull, "w"))
 
 
 def test_the_order_of_changes():

@@ -19,7 +19,7 @@ from typing import Any
 
 from absl import flags
 
-from perex_t5x.cli import prompts
+from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, Reason, TrainingError, did_you_mean
 from perex_t5x.launching import bundle, checks, collect, names
 from perex_t5x.launching.gcloud import logs, remote, resource, session, steps
@@ -255,7 +255,7 @@ def _of_zone(command: str, request: Request, todo: Steps) -> int:
         say(f"{len(existing)} queued resource(s) of launches in {request.zone}")
         return 0
     if not request.yes and not request.dry_run:
-        prompts.confirm(f"Delete all {len(existing)}?", refused="Nothing was deleted.")
+        console.confirm(f"Delete all {len(existing)}?", refused="Nothing was deleted.")
     left = []
     for one in existing:
         target = dataclasses.replace(todo.target, name=one.name)

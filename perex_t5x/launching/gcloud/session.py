@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, field
 
-from perex_t5x.cli import prompts
+from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, Reason, TrainingError
 from perex_t5x.launching import collect
 from perex_t5x.launching.gcloud import logs, resource
@@ -253,10 +253,10 @@ def find_existing(request: Request, steps: Steps) -> Description:
         return GONE
     say(f"{steps.target.what} exists already: {existing.state}.")
     if not request.yes:
-        if not prompts.is_interactive():
+        if not console.is_interactive():
             raise ConfigError(
                 f"this launch is running already. To follow it: launch/gcloud_tpu.py follow --name={request.name} "
                 f"{' '.join(steps.target.where)}, or give --yes, which also restarts it if it is preempted."
             )
-        prompts.confirm("Follow it?", refused="Nothing was created.")
+        console.confirm("Follow it?", refused="Nothing was created.")
     return existing

@@ -29,7 +29,7 @@ from typing import Any
 
 from absl import flags
 
-from perex_t5x.cli import prompts
+from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.launching import checks, names
 from perex_t5x.launching.gke import collect, create, logs
@@ -151,10 +151,10 @@ def _check_bucket(asked: Request, commands: Commands) -> None:
 def _offer(error: create.AlreadyRunningError, cluster: Cluster, asked: Request, args: Any) -> int:
     """Follows the running launch, if the user wants that."""
     how = logs.command("follow", cluster, error.group)
-    if not asked.yes and not prompts.is_interactive():
+    if not asked.yes and not console.is_interactive():
         raise ConfigError(f"{error}\nTo follow it: {how}") from None
     say(str(error))
-    if not asked.yes and not prompts.confirm("Follow it?"):
+    if not asked.yes and not console.confirm("Follow it?"):
         say(f"nothing was created. To follow it: {how}")
         return 0
     return logs.follow(cluster, error.group, args.poll_seconds)
@@ -200,7 +200,7 @@ def _stop(args: Any) -> int:
     if not jobsets and not args.dry_run:
         say(f"there are no JobSets {f'of {group}' if group else 'of launches'}; other objects of theirs are deleted.")
     if args.all and jobsets and not args.yes:
-        prompts.confirm(f"Stop and delete {', '.join(jobsets)}?", refused="Nothing was changed.")
+        console.confirm(f"Stop and delete {', '.join(jobsets)}?", refused="Nothing was changed.")
     cluster.commands.run(cluster.delete_group(group), timeout=1800)
     if jobsets:
         say(f"deleted {', '.join(jobsets)}; running pods have --grace_seconds to save.")

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from perex_t5x.cli import prompts, subprocesses
+from perex_t5x.cli import console, subprocesses
 from perex_t5x.errors import ConfigError, Reason, TrainingError
 from perex_t5x.experiments.sweep import command, execute, processes
 from perex_t5x.experiments.sweep.directory import Folder, InUseError, result_of_metrics
@@ -201,7 +201,7 @@ def follow_instead(plan: Plan, folder: str, busy: InUseError, follow: bool) -> l
 
 def _wants_to_follow(words: str, follow: bool) -> bool:
     """Whether to follow: --follow, or the answer on a terminal."""
-    return follow or (sys.stderr.isatty() and prompts.confirm(f"{words}\nFollow it?"))
+    return follow or (sys.stderr.isatty() and console.confirm(f"{words}\nFollow it?"))
 
 
 def follow_sweep(plan: Plan, folder: str, stream: TextIO | None = None) -> list[Result]:

@@ -28,8 +28,8 @@ from perex_t5x.per_example.engine.plan import (
     Producer,
     make_plan,
 )
-from perex_t5x.per_example.engine.rewrites.pipeline import rewrite
-from perex_t5x.per_example.reductions import reducer
+from perex_t5x.per_example.engine.rewrites import rewrite
+from perex_t5x.per_example.reductions import reducer, select_reduction
 from perex_t5x.per_example.reductions.reducer import (
     MATERIALISED,
     MIXED_UNITS,
@@ -40,7 +40,6 @@ from perex_t5x.per_example.reductions.reducer import (
     ReductionSpec,
     plus,
 )
-from perex_t5x.per_example.reductions.selection import select_reduction
 
 Specs = Mapping[int, ReductionSpec]  # by result of a program
 # Results of a program (None for those reduced), whether each depends on the example, and the reductions.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from perex_t5x.per_example.engine import jaxprs, shard_map
-from perex_t5x.per_example.engine.sharding import AutoSharding
+from perex_t5x.per_example.engine.shard_map import AutoSharding
 from perex_t5x.per_example.reductions.reducer import ReductionContext, ReductionSpec
 from perex_t5x.per_example.statistic import Statistic
 

@@ -1,1 +1,43 @@
-"""How the gradients that one place of the program produces are reduced over examples."""
+"""Reductions: how the gradients that one equation produces are reduced over examples. Selects one for each producer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from perex_t5x.per_example.engine import jaxprs
+from perex_t5x.per_example.reductions import dense, reducer, sparse, tokens
+from perex_t5x.per_example.reductions.reducer import ReductionResult, ReductionSite
+
+# Tried in this order, the cheapest first; each returns None where it does not apply. All of them are exact, so the order
+# changes time and memory, never the result.
+REDUCTIONS = (dense.factored, sparse.sparse, sparse.sparse_plus_dense, dense.gram, dense.one_product_at_a_time)
+
+
+def select_reduction(site: ReductionSite) -> ReductionResult:
+    """Reduces the gradient produced at `site`, by the first reduction that applies."""
+    result = _first_applicable(site)
+    if any(site.value(v)[1] for v in site.node.held):
+        # However well it is reduced, the producer's own inputs are as large as the gradient, and exist for all examples.
+        held = sum(jaxprs.size_of(v) * jaxprs.dtype_of(v).itemsize for v in site.node.held) * site.context.num_examples
+        return dataclasses.replace(result, reduction=reducer.MATERIALISED, note=site.node.note, transient_bytes=held)
+    return result
+
+
+def _first_applicable(site: ReductionSite) -> ReductionResult:
+    if not any(site.batched):
+        return reducer.shared(site.context, site.spec, site.gradient(*site.leaves))
+    if site.context.unit == "token" and (result := tokens.per_token(site)):
+        return result
+    for reduction in REDUCTIONS:
+        if result := reduction(site):
+            return result
+    example_size = sum(jaxprs.size_of(v) for v, b in zip(site.node.leaves, site.batched, strict=True) if b)
+    # The leaves exist for all examples already: a gradient that is no larger than they are may, too, and one fused pass over
+    # all examples beats a loop.
+    if jaxprs.size_of(site.node.root) <= example_size:
+        in_axes = tuple(0 if b else None for b in site.batched)
+        g_Nx = jax.vmap(site.gradient, in_axes=in_axes)(*site.leaves)
+        return reducer.all_at_once(site.context, g_Nx, "all at once", initial=site.spec.initial)
+    return reducer.one_at_a_time(site)

@@ -13,7 +13,7 @@ from jax.custom_batching import custom_vmap
 from jax.extend import core
 
 from perex_t5x.per_example.engine import jaxprs
-from perex_t5x.per_example.engine.sharding import AutoSharding, constrain
+from perex_t5x.per_example.engine.shard_map import AutoSharding, constrain
 from perex_t5x.per_example.kernels import dispatch
 from perex_t5x.per_example.reductions.reducer import (
     ReductionContext,

@@ -28,7 +28,7 @@ from jax.extend import core
 
 from perex_t5x.per_example.engine import jaxprs, shard_map
 from perex_t5x.per_example.engine.plan import Producer
-from perex_t5x.per_example.engine.sharding import AutoSharding, constrain
+from perex_t5x.per_example.engine.shard_map import AutoSharding, constrain
 from perex_t5x.per_example.statistic import Statistic
 
 MATERIALISED = "materialised"

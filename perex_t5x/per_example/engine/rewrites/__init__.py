@@ -1,1 +1,98 @@
-"""Equivalent jaxprs in which gradients are produced by simpler equations."""
+"""The rewrites, in their order: programs in which gradients can be followed to where they are produced.
+
+Every rewrite keeps the program's results. It only exposes what the walk back of `engine.plan` can follow, or spares the
+compiler a shape it handles badly:
+
+- A sum over axes of size one becomes a reshape; values lose such axes where nothing else depends on it (`unit_axes`).
+- A `cond` whose predicate depends on the example becomes both branches and a selection.
+- Elementwise operations after a scan or remat, with a scalar or a shared array, move inside (`scans`).
+- A scan that adds gradients up in its carry is split in two (`scans`).
+- Matrix products lose padding, transposes and splits (`products`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from perex_t5x.per_example.engine import jaxprs
+from perex_t5x.per_example.engine.rewrites.products import paddings, splits, transposes, unit_contractions
+from perex_t5x.per_example.engine.rewrites.scans import accumulations, operations_into_bodies
+from perex_t5x.per_example.engine.rewrites.tools import Rule, rewritten, tails_of
+from perex_t5x.per_example.engine.rewrites.unit_axes import without_unit_axes
+
+
+def rewrite(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable[int]) -> core.ClosedJaxpr:
+    """Applies the rewrites, each where the walk back from a wanted result (by index) meets its place.
+
+    Args:
+      program: of one example, calls inlined.
+      batched: which of its arguments depend on the example.
+      wanted: the results that will be reduced.
+    """
+    wanted = tuple(wanted)
+    # First what may hide a producer from the others, then loops, whose bodies become producers, then the producers.
+    for one in (
+        _sums_of_one,
+        _selections,
+        operations_into_bodies,
+        accumulations,
+        paddings,
+        transposes,
+        splits,
+        unit_contractions,
+    ):
+        program = one(program, batched, wanted)
+    # Not the gradients' own tails: reductions recognise them by their shapes.
+    return without_unit_axes(program, tails_of(program.jaxpr, wanted))
+
+
+# --- sums that add nothing --------------------------------------------------------------------------------------------
+
+
+def _sums_of_one(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    """A sum over axes of size one becomes a reshape.
+
+    It adds nothing up, but it looks like a contraction: the walk back would end at it, one equation before the product or
+    the sum over positions that really makes the gradient.
+    """
+    del batched, wanted
+    rules: dict[int, Rule] = {}
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name == "reduce_sum" and jaxprs.size_of(eqn.invars[0]) == jaxprs.size_of(eqn.outvars[0]):
+            rules[id(eqn)] = lambda eqn, arguments, read: [arguments[0].reshape(jaxprs.shape_of(eqn.outvars[0]))]
+    return rewritten(program, rules)
+
+
+# --- cond on data -----------------------------------------------------------------------------------------------------
+
+
+def _selections(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    """A `cond` whose predicate depends on the example becomes both branches and a selection.
+
+    That is what `jax.vmap` would make of it: examples that run together cannot take different branches. Done here, the
+    branches' equations are in the open, and the walk back can pass the selection.
+    """
+    tails = tails_of(program.jaxpr, wanted)
+    depends = jaxprs.dependent(program.jaxpr, batched)
+    rules = {}
+    for eqn in program.jaxpr.eqns:
+        predicate = eqn.invars[0] if eqn.primitive.name == "cond" else None
+        if isinstance(predicate, core.Var) and predicate in depends and any(v in tails for v in eqn.outvars):
+            rules[id(eqn)] = _select
+    return rewritten(program, rules)
+
+
+def _select(eqn: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
+    del read
+    index, *operands = arguments
+    branches = eqn.params["branches"]
+    # As `cond` does with an index out of range.
+    index = jnp.clip(index.astype(jnp.int32), 0, len(branches) - 1)
+    results = [jaxprs.evaluate(b.jaxpr, b.consts, operands) for b in branches]
+    which = index.astype(bool) if len(branches) == 2 else index
+    return [jax.lax.select_n(which, *values) for values in zip(*results, strict=True)]

@@ -7,8 +7,7 @@ import pytest
 from jax.extend import core
 
 from perex_t5x import per_example
-from perex_t5x.per_example.engine import jaxprs
-from perex_t5x.per_example.engine.rewrites import pipeline
+from perex_t5x.per_example.engine import jaxprs, rewrites
 from perex_t5x.per_example.engine.rewrites.unit_axes import without_unit_axes
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 4)), jnp.float32)
@@ -109,7 +108,7 @@ def test_products_do_not_sum_over_axes_of_size_one():
     """The operands of a gradient are the values that other equations use, so that XLA need not make them twice."""
     params, ids = drawn()
     program = jaxprs.inline(jax.make_jaxpr(jax.grad(next_token_loss))(params, ids[:1]))
-    rewritten = pipeline.rewrite(program, [False] * 3 + [True], range(3))
+    rewritten = rewrites.rewrite(program, [False] * 3 + [True], range(3))
     products = {e.outvars[0].aval.shape: e for e in rewritten.jaxpr.eqns if e.primitive.name == "dot_general"}
     assert products[6, 11].params["dimension_numbers"] == (((0,), (0,)), ((), ()))
     uses = [e for e in rewritten.jaxpr.eqns if products[6, 11].invars[1] in e.invars]

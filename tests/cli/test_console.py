@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from perex_t5x.cli import prompts
+from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError
 
 
@@ -24,21 +24,21 @@ def terminal(monkeypatch):
 )
 def test_answers(terminal, capsys, text, answer):
     terminal(text)
-    assert prompts.confirm("Delete?") is answer
+    assert console.confirm("Delete?") is answer
     assert capsys.readouterr().err == "Delete? [y/N] "
     terminal(text)
     if answer:
-        assert prompts.confirm("Delete?", refused="Nothing was deleted.")
+        assert console.confirm("Delete?", refused="Nothing was deleted.")
     else:
         with pytest.raises(ConfigError, match="^Nothing was deleted.$"):
-            prompts.confirm("Delete?", refused="Nothing was deleted.")
+            console.confirm("Delete?", refused="Nothing was deleted.")
 
 
 def test_nobody_can_be_asked(terminal, capsys, monkeypatch):
     terminal("y\n", is_terminal=False)
-    assert not prompts.confirm("Delete?") and not prompts.is_interactive()
+    assert not console.confirm("Delete?") and not console.is_interactive()
     with pytest.raises(ConfigError, match="Nothing was deleted. 'Delete\\?' cannot be asked: .*Give --yes"):
-        prompts.confirm("Delete?", refused="Nothing was deleted.")
+        console.confirm("Delete?", refused="Nothing was deleted.")
     monkeypatch.setattr(sys, "stdin", None)  # as of a process without one
-    assert not prompts.is_interactive()
+    assert not console.is_interactive()
     assert capsys.readouterr().err == ""
