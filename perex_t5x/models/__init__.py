@@ -4,7 +4,7 @@ protocol.py   what a model has to offer      network.py    the two networks, the
 config.py     sizes and choices              losses.py     cross entropy, normaliser
 layers.py     norm, projection, MLP          *_model.py    loss_fn, predict_batch
 attention.py  heads, cache, masks, positions decoding.py   greedy, sampling, beam search
-dropout.py    one key per example            flops.py      FLOPs of a step
+dropout.py    one key per example
 """
 
 from perex_t5x.models.base_model import BaseTransformerModel

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.models import decoding, flops, losses
+from perex_t5x.models import decoding, losses
 from perex_t5x.models.base_model import BaseTransformerModel, Batch, Params
+from perex_t5x.models.config import decoder_only_flops
 
 
 class DecoderOnlyModel(BaseTransformerModel):
@@ -59,7 +60,7 @@ class DecoderOnlyModel(BaseTransformerModel):
         length = feature_lengths.get("decoder_target_tokens")
         if length is None:  # Lengths of the task's features: the converter joins inputs and targets in one row.
             length = feature_lengths["targets"] + feature_lengths.get("inputs", 0)
-        return batch_size * flops.decoder_only(self.config, length)
+        return batch_size * decoder_only_flops(self.config, length)
 
     def _network_inputs(self, batch: Batch) -> dict[str, jax.Array | None]:
         bidirectional = self.inputs_bidirectional_attention

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.models import decoding, flops, losses
+from perex_t5x.models import decoding, losses
 from perex_t5x.models.base_model import BaseTransformerModel, Batch, Params
+from perex_t5x.models.config import encoder_decoder_flops
 
 
 class EncoderDecoderModel(BaseTransformerModel):
@@ -55,7 +56,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     def flops_per_step(self, batch_size: int, feature_lengths: Mapping[str, int]) -> float:
         inputs = feature_lengths.get("encoder_input_tokens") or feature_lengths["inputs"]
         targets = feature_lengths.get("decoder_target_tokens") or feature_lengths["targets"]
-        return batch_size * flops.encoder_decoder(self.config, inputs, targets)
+        return batch_size * encoder_decoder_flops(self.config, inputs, targets)
 
     def _network_inputs(self, batch: Batch) -> dict[str, jax.Array | None]:
         return {

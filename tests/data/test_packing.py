@@ -3,7 +3,7 @@ import pytest
 import seqio
 import tensorflow as tf
 
-from perex_t5x.data import packing
+from perex_t5x.data import rows
 
 
 def examples(features, lengths, count=300, seed=0):
@@ -33,8 +33,8 @@ def test_equals_seqios_converter(converter_cls, lengths, pack):
     expected = list(converter_cls(pack=pack)(ds, lengths).as_numpy_iterator())
 
     padded = {f: np.stack([np.pad(e[f], (0, lengths[f] - len(e[f]))) for e in examples_list]) for f in lengths}
-    rows = (packing.pack if pack else packing.pad)(padded, lengths)
-    ours = packing.model_features(rows)
+    packed = (rows.pack if pack else rows.pad)(padded, lengths)
+    ours = rows.model_features(packed)
     assert set(ours) == set(expected[0])
     for name, value in ours.items():
         np.testing.assert_array_equal(value, np.stack([e[name] for e in expected]), name)
@@ -43,7 +43,7 @@ def test_equals_seqios_converter(converter_cls, lengths, pack):
 
 def test_segments_begin_with_bos_and_count_from_one():
     padded = {"targets": np.array([[3, 9, 1, 0], [4, 1, 0, 0], [7, 8, 9, 1]], np.int32)}
-    features = packing.model_features(packing.pack(padded, {"targets": 6}), bos_id=5)
+    features = rows.model_features(rows.pack(padded, {"targets": 6}), bos_id=5)
     assert features["decoder_segment_ids"].tolist() == [[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 0, 0]]
     assert features["decoder_positions"].tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 0, 0]]
     assert features["decoder_input_tokens"][0].tolist()[:5] == [5, 3, 9, 5, 4]

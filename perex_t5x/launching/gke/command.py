@@ -24,6 +24,7 @@ import dataclasses
 import os
 import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,15 @@ from absl import flags
 from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.launching import checks, names
-from perex_t5x.launching.gke import collect, create, logs
+from perex_t5x.launching import collect as bucket_files
+from perex_t5x.launching.gke import create, logs
 from perex_t5x.launching.gke.cluster import Cluster, State, connected, exit_codes, pod_phases, troubles, warnings
+from perex_t5x.launching.gke.create import JOBS_FILE
 from perex_t5x.launching.gke.logs import command
-from perex_t5x.launching.gke.manifest import as_yaml
+from perex_t5x.launching.gke.manifest import LAUNCH_LABEL, NAME_LABEL, as_yaml
 from perex_t5x.launching.request import Request, define_launch_flags
 from perex_t5x.launching.shell import Commands, Leftovers, say
+from perex_t5x.launching.spec import Work
 
 # Seconds that a process waits for the others: nodes start, and pull the image, minutes apart.
 _PATIENCE = "3600"
@@ -186,8 +190,8 @@ def _collect(args: Any) -> int:
         name, cluster = _name(args), _cluster(args)
         if args.dry_run:
             raise ConfigError("a dry run of `collect` needs the flags of the launch, including --sweep or --gin_file.")
-        work, commands = collect.work_of(cluster, name), cluster.commands
-    collect.collect(work, name, args.out or os.path.join("launches", name), commands)
+        work, commands = work_of(cluster, name), cluster.commands
+    collect(work, name, args.out or os.path.join("launches", name), commands)
     return 0
 
 
@@ -252,3 +256,33 @@ def _list(args: Any) -> int:
     if not states:
         print(f"no launches in the namespace {cluster.namespace} of {cluster.context}.")
     return 0
+
+
+def work_of(cluster: Cluster, group: str) -> Work:
+    """What a launch runs, read from its ConfigMaps, which exist as long as its JobSets."""
+    maps = cluster.get("configmaps", f"{NAME_LABEL}={group}")
+    if not maps:
+        raise ConfigError(
+            f"there is no launch {group} on the cluster (any more). Its results are in the bucket: give `collect` the flags "
+            "of the launch, including --sweep or --gin_file."
+        )
+    # A ConfigMap that no JobSet owns (it was created from a manifest) may be left from an earlier launch.
+    newest = max(maps, key=lambda one: one["metadata"].get("creationTimestamp", ""))
+    launch = newest["metadata"]["labels"].get(LAUNCH_LABEL)
+    maps = [one for one in maps if one["metadata"]["labels"].get(LAUNCH_LABEL) == launch]
+    return joined([Work.from_json(one["data"]["file-0"]) for one in maps])
+
+
+def joined(parts: Sequence[Work]) -> Work:
+    """The work of several JobSets."""
+    return dataclasses.replace(parts[0], jobs=tuple(job for part in parts for job in part.jobs))
+
+
+def collect(work: Work, name: str, out: str, commands: Commands) -> None:
+    """Downloads all but checkpoints to `out`; for a sweep also writes what `perex_t5x.experiments.report` reads."""
+    if not commands.dry_run:
+        kept = os.path.join(out, ".launch", name)
+        os.makedirs(kept, exist_ok=True)
+        with open(os.path.join(kept, JOBS_FILE), "w", encoding="utf-8") as f:
+            f.write(work.to_json())
+    bucket_files.collect(work.root, name, out, commands)
