@@ -191,6 +191,11 @@ def test_tensorflow_is_imported_by_data_alone():
     assert not wrong, "\n".join(wrong)
 
 
+def test_package_stays_small():
+    """Not a limit to game: a file is one idea. But a stranger has to find their way."""
+    assert len(modules()) <= 190, f"{len(modules())} files: merge what is half an idea"
+
+
 @pytest.mark.parametrize(
     "name",
     [

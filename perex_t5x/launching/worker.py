@@ -27,7 +27,7 @@ from typing import Any
 from perex_t5x.cli import subprocesses
 from perex_t5x.cli.status import Status
 from perex_t5x.errors import ConfigError, Reason
-from perex_t5x.experiments.sweep import processes
+from perex_t5x.experiments.sweep import execute
 from perex_t5x.launching import names
 from perex_t5x.launching.spec import Job, Work
 
@@ -107,7 +107,7 @@ class _Worker:
                 return Reason.INTERRUPTED
             mark = _mark(status, self._log(job), single=self._work.sweep is None)
             if mark is None:
-                _say(f"{job.name}: {processes.failure(status, self._log(job))}")
+                _say(f"{job.name}: {execute.failure(status, self._log(job))}")
                 return Reason.ERROR if status.reason in (Reason.SOME_FAILED, Reason.BUSY) else status.reason
             _say(f"{job.name}: {mark['status']}{': ' if mark['error'] else ''}{mark['error']}")
             failed += mark["status"] != "done"
@@ -147,9 +147,9 @@ def _mark(status: Status, log: str, single: bool) -> dict[str, Any] | None:
     if status.reason is Reason.DONE:
         return {"status": "done", "error": "", "exit": 0}
     if status.reason is Reason.DIVERGED:
-        return {"status": "failed", "error": processes.divergence(status), "exit": status.exit_code}
+        return {"status": "failed", "error": execute.divergence(status), "exit": status.exit_code}
     if status.reason is Reason.CONFIGURATION and not single:
-        return {"status": "failed", "error": processes.failure(status, log), "exit": status.exit_code}
+        return {"status": "failed", "error": execute.failure(status, log), "exit": status.exit_code}
     return None
 
 

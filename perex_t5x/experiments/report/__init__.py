@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from perex_t5x.experiments.report import basins, collapse_plot, curves, dataset, load, noise
+from perex_t5x.experiments.report import basins, collapse, curves, dataset, load, noise
 from perex_t5x.experiments.report import page as pages
 from perex_t5x.experiments.report import plot as plots
 
@@ -20,7 +20,7 @@ def make(paths: Sequence[str], *, title: str | None = None, figures: str | None 
     all_plots = [
         curves.learning_curves(data),
         basins.rate_loss_basins(data),
-        collapse_plot.collapse_plot(data),
+        collapse.collapse_plot(data),
         noise.noise_scale(data),
         noise.snr_histograms(data),
     ]

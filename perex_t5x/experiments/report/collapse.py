@@ -1,27 +1,197 @@
-"""Do learning curves of different batch sizes fall onto one curve? A number for it.
-
-With v(b, s, x) the validation loss of batch size b and seed s after x examples seen, interpolated linearly onto common
-points x after the warm-up, and sd with n − 1 in its denominator:
-
-    across_batch = mean over x of  sd over b of  mean over s of  v(b, s, x)
-    across_seed  = mean over x of  mean over b of  sd over s of  v(b, s, x)
-    collapse number = across_batch / across_seed
-
-1 says that batch sizes differ as much as seeds do. Curves that are the same but for the seed do not give 0: a mean over S
-seeds still moves by sd/√S, so the number is then about 1/√S (`perfect`).
-
-Few seeds: a batch size with one seed counts in `across_batch` and not in `across_seed`; if no batch size has two, there is
-no number (nan) and `across_batch`, in units of the loss, is all that can be said. With two or three seeds the sd of one
-batch size is uncertain by half of it or more; as a rule of thumb, not a test, numbers that differ by less than a factor of
-two then say little.
-"""
+"""The collapse of batch sizes: the collapse number, and the plot against examples seen, a panel for each scaling rule."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
+
+from perex_t5x.experiments.report import intervals
+from perex_t5x.experiments.report.basins import is_rate
+from perex_t5x.experiments.report.curves import curve_spec, longest_examples
+from perex_t5x.experiments.report.dataset import BATCH, RULE, Axis, Dataset, labelled, written
+from perex_t5x.experiments.report.load import LoadedRun
+from perex_t5x.experiments.report.plot import Control, Json, LeftOut, Plot, coloured, in_panels, ordered_colours
+
+TITLE = "Collapse of batch sizes"
+_PANELS = 9
+
+
+@dataclasses.dataclass
+class Panel:
+    """Runs of several batch sizes that differ in nothing else but their seeds and what the rule scales."""
+
+    label: str
+    runs: list[LoadedRun]
+    result: Collapse
+    warmup: float
+
+    @property
+    def loss(self) -> float:
+        return float(np.mean([run.final_loss for run in self.runs if run.finished] or [math.inf]))
+
+
+def panels(data: Dataset) -> list[Panel]:
+    """One for each rule and combination of the other axes; of several base rates the best for each."""
+    axes = [axis for axis in data.axes if axis.name != BATCH and not is_rate(axis.name)]
+    parts: dict[tuple, dict[str, list[LoadedRun]]] = {}
+    for run in data.runs:
+        if run.batch_size and len(run.evaluation[0]):
+            same = parts.setdefault((run.rule, *(str(axis.of(run)) for axis in axes)), {})
+            same.setdefault(_base_rate(run), []).append(run)
+    chosen = []
+    for by_rate in parts.values():
+        by_base = {base: _panel(_label(runs[0], axes), runs) for base, runs in by_rate.items()}
+        by_base = {base: panel for base, panel in by_base.items() if panel}
+        if by_base:
+            # A rate that was tried at a few batch sizes, to tune it, is no rival of one that was run at all of them.
+            most = max(len(panel.result.batch_sizes) for panel in by_base.values())
+            rivals = {base: panel for base, panel in by_base.items() if len(panel.result.batch_sizes) == most}
+            base, best = min(rivals.items(), key=lambda item: item[1].loss)
+            chosen.append(dataclasses.replace(best, label=f"{best.label}, {base}") if len(rivals) > 1 else best)
+    return chosen
+
+
+def _base_rate(run: LoadedRun) -> str:
+    """The rate from which a rule scales, in words; without a rule there is none, and each batch size has its own."""
+    if not run.rule:
+        return ""
+    return ", ".join(written(name, value) for name, value in run.values.items() if is_rate(name))
+
+
+def _label(run: LoadedRun, axes: Sequence[Axis]) -> str:
+    return labelled([(RULE, run.rule or "no rule"), *((axis.name, axis.of(run)) for axis in axes if axis.name != RULE)])
+
+
+def _panel(label: str, runs: list[LoadedRun]) -> Panel | None:
+    # A plain sweep over rates and batch sizes has no rule: each batch size then stands with its best rate.
+    if not runs[0].rule:
+        runs = [run for run in runs if run.learning_rate == _best_rate(runs, run.batch_size)]
+        if len({run.learning_rate for run in runs}) > 1:
+            label = label.replace("no rule", "each at its best rate")
+    warmups = [run.warmup_steps * run.batch_size for run in runs if run.warmup_steps is not None]
+    warmup = float(max(warmups)) if warmups else 0.1 * longest_examples(runs)
+    curves = [Curve(run.batch_size, run.examples(run.evaluation[0]), run.evaluation[1]) for run in runs]
+    result = collapse(curves, warmup)
+    return Panel(label, runs, result, warmup) if result else None
+
+
+def _best_rate(runs: list[LoadedRun], batch: int | None) -> float | None:
+    losses: dict[float | None, list[float]] = {}
+    for run in runs:
+        if run.batch_size == batch and run.finished:
+            losses.setdefault(run.learning_rate, []).append(run.final_loss)
+    return min(losses, key=lambda rate: np.mean(losses[rate])) if losses else None
+
+
+def collapse_plot(data: Dataset) -> Plot | LeftOut:
+    all_panels = panels(data)
+    if not all_panels:
+        return LeftOut(TITLE, "it needs validation curves of two or more batch sizes that overlap after the warm-up")
+    all_panels.sort(key=lambda p: (math.isnan(p.result.number), p.result.number, p.result.across_batch))
+    shown = all_panels[:_PANELS]
+    longest = longest_examples([run for panel in shown for run in panel.runs])
+    rows = [row for panel in shown for row in _rows(panel, longest)]
+    sizes = sorted({run.batch_size for panel in shown for run in panel.runs})
+    legend = ordered_colours([f"batch {size}" for size in sizes])
+    columns = ("panel", "line", "x", "mean", "low", "high", "n", "centre", "share")
+    controls = [
+        Control(
+            "choice",
+            "show",
+            "show",
+            "loss",
+            (("loss", "loss"), ("difference", "difference from the mean of batch sizes")),
+        ),
+        Control("choice", "begin", "from", 0.1, ((0, "the start"), (0.1, "10 % of the run"), (0.5, "half of the run"))),
+        Control("log", "log", "logarithmic", False),
+    ]
+    if any(row[6] > 1 for row in rows):
+        controls.append(Control("flag", "band", "seed bands", True))
+    spec = curve_spec("examples seen", any(row[6] > 1 for row in rows))
+    spec["transform"] = [*coloured(), {"filter": "datum.share >= begin"}, *_differences()]
+    if len(shown) > 1 or len(data.studies) > 1:
+        spec = in_panels(spec, "panel", [_header(p) for p in shown])
+    warnings = _warnings(all_panels)
+    if len(all_panels) > _PANELS:
+        warnings.append(f"The {_PANELS} with the smallest numbers of {len(all_panels)} are drawn.")
+    return Plot(
+        "collapse",
+        TITLE,
+        _sentence(all_panels),
+        spec,
+        columns,
+        rows,
+        {"line": ("batch size", legend)},
+        controls,
+        warnings,
+    )
+
+
+def _differences() -> list[Json]:
+    """Losses, or how far they are from the mean over batch sizes: what the eye cannot see in a steep curve."""
+    asked = "show == 'difference' && isValid(datum.{0}) ? datum.{0} - datum.centre : datum.{0}"
+    return [{"calculate": asked.format(field), "as": field} for field in ("mean", "low", "high")]
+
+
+def _header(panel: Panel) -> str:
+    number = panel.result.number
+    return f"{panel.label}: {number:.2f}" if math.isfinite(number) else panel.label
+
+
+def _rows(panel: Panel, longest: float) -> list[tuple]:
+    curves: dict[int, list] = {}
+    for size in sorted({run.batch_size for run in panel.runs}):
+        runs = [run for run in panel.runs if run.batch_size == size]
+        runs = [run for run in runs if run.finished] or runs
+        curve = intervals.mean_curve([r.evaluation for r in runs], 120)
+        curves[size] = [(step * size, m) for step, m in curve if step > 0]
+    rows = []
+    for size, points in curves.items():
+        for examples, m in points:
+            centre = _centre(curves, examples)
+            rows.append((_header(panel), f"batch {size}", examples, *m, centre, examples / longest))
+    return rows
+
+
+def _centre(curves: dict[int, list], examples: float) -> float:
+    """The mean over the batch sizes whose curves are there after this number of examples."""
+    reaching = [points for points in curves.values() if points and points[0][0] <= examples <= points[-1][0]]
+    return float(np.mean([np.interp(examples, [x for x, _ in p], [m.mean for _, m in p]) for p in reaching]))
+
+
+def _sentence(all_panels: list[Panel]) -> str:
+    numbered = [p for p in all_panels if math.isfinite(p.result.number)]
+    sizes = sorted({size for p in all_panels for size in p.result.batch_sizes})
+    span = f"batch sizes {sizes[0]} to {sizes[-1]}"
+    if not numbered:
+        texts = [f"{p.label} {p.result.across_batch:.4f}" for p in all_panels[:6]]
+        return (
+            f"With one seed there is no collapse number; the standard deviation of the loss across {span} is, on average: "
+            f"{'; '.join(texts)}."
+        )
+    texts = [f"{p.label} {p.result.number:.2f}" for p in numbered[:6]]
+    first = numbered[0]
+    text = f"Collapse number (1: {span} differ as much as seeds do): {'; '.join(texts)}."
+    if len(numbered) > 1:
+        text += f" The curves lie closest under {first.label}."
+        if first.result.seeds < 5 and numbered[1].result.number < 2 * first.result.number:
+            text += f" With {first.result.seeds} seeds, {numbered[1].label} is not clearly apart from it."
+    return text + f" Curves that differ by seeds only would give about {first.result.perfect:.2f}."
+
+
+def _warnings(all_panels: list[Panel]) -> list[str]:
+    warnings = []
+    for p in all_panels:
+        if p.result.left_out:
+            warnings.append(f"{p.label}: {p.result.left_out} curve(s) that failed or are too short do not count.")
+        if not all(run.warmup_steps is not None for run in p.runs):
+            warnings.append(f"{p.label}: the warm-up is not known; the first 10 % are taken for it.")
+    if any(p.result.seeds < 3 for p in all_panels):
+        warnings.append("Some batch sizes have fewer than three seeds: the across-seed deviation is rough, or missing.")
+    return warnings
 
 
 @dataclasses.dataclass(frozen=True)

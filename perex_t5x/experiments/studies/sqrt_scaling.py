@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from perex_t5x.experiments.report import collapse_plot, dataset, intervals
-from perex_t5x.experiments.report.collapse import Curve, collapse
-from perex_t5x.experiments.report.collapse_plot import Panel
+from perex_t5x.experiments.report import dataset, intervals
+from perex_t5x.experiments.report.collapse import Curve, Panel, collapse
+from perex_t5x.experiments.report.collapse import panels as collapse_panels
 from perex_t5x.experiments.report.intervals import Mean
 from perex_t5x.experiments.report.load import LoadedRun, RunSet
 from perex_t5x.experiments.studies import analysis
@@ -39,7 +39,7 @@ def stages(sweep: Sweep, extensions: int) -> Stages:
 
 def analyse(folder: RunSet, path: str) -> list[Finding]:
     del path
-    panels = collapse_plot.panels(dataset.gather([folder]))
+    panels = collapse_panels(dataset.gather([folder]))
     findings = [_collapse_finding(panels), *_range_finding(panels), _where_finding(panels)] if panels else []
     return [*findings, *_exponent_finding(folder.runs)]
 

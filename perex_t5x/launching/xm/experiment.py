@@ -26,7 +26,7 @@ from perex_t5x import files
 from perex_t5x.cli import status as status_lib
 from perex_t5x.cli import subprocesses
 from perex_t5x.errors import ConfigError, TrainingError
-from perex_t5x.experiments.sweep import processes
+from perex_t5x.experiments.sweep import execute
 from perex_t5x.experiments.sweep.runs import Run
 
 
@@ -69,7 +69,7 @@ class Experiment:
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def child(self, run: Run, root: str, environment: dict[str, str]) -> processes.RunProcess:
+    def child(self, run: Run, root: str, environment: dict[str, str]) -> execute.RunProcess:
         """Starts a run as a work unit; for `perex_t5x.experiments.sweep.execute.run`."""
         return _WorkUnit(self, run, root, environment)
 
@@ -136,7 +136,7 @@ class Experiment:
         files.write_atomically(self.record, text + "\n")
 
 
-class _WorkUnit(processes.RunProcess):
+class _WorkUnit(execute.RunProcess):
     """A run whose process is started by XManager."""
 
     def __init__(self, experiment: Experiment, run: Run, root: str, environment: dict[str, str]):

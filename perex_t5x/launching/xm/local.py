@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from perex_t5x.cli import console, subprocesses
 from perex_t5x.errors import ConfigError, Reason, TrainingError
-from perex_t5x.experiments.sweep import command, execute, processes
+from perex_t5x.experiments.sweep import command, execute
 from perex_t5x.experiments.sweep.directory import Folder, InUseError, result_of_metrics
 from perex_t5x.experiments.sweep.overview import Overview
 from perex_t5x.experiments.sweep.plan import Plan
@@ -107,7 +107,7 @@ def _run(args: Any, run: SingleRun) -> int:
                 results.append(result)
                 show.finished(result)
 
-            processes.run_all([run], run.model_dir, show, finished, 1, stop, experiment.child)
+            execute.run_all([run], run.model_dir, show, finished, 1, stop, experiment.child)
     return _report(run, results[0]) if results else Reason.INTERRUPTED.exit_code
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.experiments import report
-from perex_t5x.experiments.report import basins, collapse_plot, curves, dataset, load, noise, page
+from perex_t5x.experiments.report import basins, collapse, curves, dataset, load, noise, page
 from perex_t5x.experiments.report.__main__ import main
 from perex_t5x.experiments.report.plot import LeftOut
 from tests.experiments.report.support import basin_runs, scaling_runs, write_run, write_sweep
@@ -35,8 +35,8 @@ def test_rules_are_compared_by_their_collapse(tmp_path):
     for rule, spread in (("linear", 0.06), ("sqrt", 0.002), ("constant", 0.03)):
         write_sweep(tmp_path / rule, scaling_runs(spread, rule), name=rule, rule=rule)
     data = data_of(tmp_path / "linear", tmp_path / "sqrt", tmp_path / "constant")
-    plot = collapse_plot.collapse_plot(data)
-    assert [p.label for p in sorted(collapse_plot.panels(data), key=lambda p: p.result.number)] == [
+    plot = collapse.collapse_plot(data)
+    assert [p.label for p in sorted(collapse.panels(data), key=lambda p: p.result.number)] == [
         "sqrt",
         "constant",
         "linear",
@@ -53,14 +53,14 @@ def test_of_several_base_rates_a_rule_is_shown_at_its_best(tmp_path):
             values = {**run["values"], "learning_rate": base}
             runs.append({**run, "values": values, "rate": run["rate"] * base / 0.004, "shift": run["shift"] + worse})
     write_sweep(tmp_path, runs, rule="sqrt")
-    (panel,) = collapse_plot.panels(data_of(tmp_path))
+    (panel,) = collapse.panels(data_of(tmp_path))
     assert panel.label == "sqrt, learning_rate 0.004" and len(panel.runs) == 10
 
 
 def test_one_seed_is_said(tmp_path):
     write_sweep(tmp_path, scaling_runs(0.05, "sqrt", seeds=(0,)), rule="sqrt")
     data = data_of(tmp_path)
-    assert "With one seed there is no collapse number" in collapse_plot.collapse_plot(data).sentence
+    assert "With one seed there is no collapse number" in collapse.collapse_plot(data).sentence
     assert "One seed" in curves.learning_curves(data).sentence
 
 
