@@ -1,4 +1,4 @@
-"""Gin files found from anywhere; slips named with their place and the nearest known name; every shipped file works."""
+"""Gin files found from anywhere; errors named with their place and the nearest known name; every shipped file works."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""launch/setup.sh with a stand-in for Python: nothing is installed twice, and what is half-made is made anew."""
+"""launch/setup.sh with a stand-in for Python: nothing is installed twice, and what is half-made is made again."""
 
 import os
 import subprocess

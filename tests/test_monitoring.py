@@ -225,7 +225,7 @@ def test_switching_monitoring_on_and_off_at_a_checkpoint(tmp_path):
     tiny.train(tmp_path / "run", "TRAIN_STEPS = 2", *EACH, off, files=FILES)
     _, on = tiny.train(tmp_path / "run", "TRAIN_STEPS = 4", *EACH, files=FILES)
     assert list(measured(tmp_path / "run")) == [4]
-    assert on.monitor["trace"]["all"] > 0  # began anew
+    assert on.monitor["trace"]["all"] > 0  # started again
     _, again = tiny.train(tmp_path / "run", "TRAIN_STEPS = 6", *EACH, off, files=FILES)
     assert again.monitor is None
     assert_same(whole, again)

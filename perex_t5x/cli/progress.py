@@ -1,4 +1,4 @@
-"""What a person sees while work goes on: a progress bar in a terminal, plain lines elsewhere."""
+"""What a person sees while a command works: a progress bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

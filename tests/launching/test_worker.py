@@ -59,7 +59,7 @@ def test_failures_of_a_sweep_are_results_but_a_crash_is_not(tmp_path):
         job(
             tmp_path, "diverges", ends("diverged", step=7, finding="the loss is nan", message="the loss of step 7 ...")
         ),
-        job(tmp_path, "slip", ends("configuration", message="BATCH_SIZE = 3: no")),
+        job(tmp_path, "misconfigured", ends("configuration", message="BATCH_SIZE = 3: no")),
         job(tmp_path, "crash", "sys.exit(0 if os.path.exists('ok') else 1)"),
         job(tmp_path, "last", ""),
     ]
@@ -67,13 +67,13 @@ def test_failures_of_a_sweep_are_results_but_a_crash_is_not(tmp_path):
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1, said
     assert "diverged at step 7: the loss is nan" in said
-    assert ran(tmp_path) == ["diverges", "slip", "crash"]
+    assert ran(tmp_path) == ["diverges", "misconfigured", "crash"]
     (tmp_path / "ok").touch()  # also: jobs run in the folder of jobs.json
     process = start(tmp_path, jobs)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 3, said
     # The configuration error is tried again, as its cause may be fixed; what diverged would diverge again.
-    assert ran(tmp_path)[3:] == ["slip", "crash", "last"]
+    assert ran(tmp_path)[3:] == ["misconfigured", "crash", "last"]
     assert "BATCH_SIZE = 3: no" in worker.read_mark(jobs[1].model_dir)["error"]
 
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong: the message says what, where, and how to mend it."""
+"""What a user can get wrong: the message says what, where, and how to fix it."""
 
 import jax
 import jax.numpy as jnp

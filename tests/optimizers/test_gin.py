@@ -91,7 +91,7 @@ def test_switching_from_adamw_with_a_fresh_state(adamw_run, tmp_path):
 
 
 def test_switching_from_adamw_takes_its_moments_over(adamw_run, tmp_path):
-    """The names are AdamW's, so without a map `mu`, `nu` and the count go on."""
+    """The names are AdamW's, so without a map `mu`, `nu` and the count continue."""
     source, before = adamw_run
     step, state = go_on(tmp_path, source, "micro_adam")
     assert step == 5 and int(state.opt_state[0].count) == 5

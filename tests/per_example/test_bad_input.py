@@ -1,4 +1,4 @@
-"""Bad input is refused with what was wrong, where, and how to mend it."""
+"""Bad input is refused with what was wrong, where, and how to fix it."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""`python -m perex_t5x.preflight`: columns, parts, pages, files, slips."""
+"""`python -m perex_t5x.preflight`: columns, parts, pages, files, errors."""
 
 import json
 import os

@@ -44,7 +44,7 @@ def test_what_is_so_already_is_not_tried():
 
 
 class Chip:
-    """In the compiler's place: each device holds so many of its own examples at a time."""
+    """In the compiler's place: each device holds a number of its own examples at a time."""
 
     def __init__(self, examples):
         self.examples, self.asked = examples, 0

@@ -608,7 +608,7 @@ def test_the_real_script_with_real_gin_files(cluster):
     assert config_map["data"]["file-1"] == (cluster.folder / "short.gin").read_text()
     arguments = json.loads(config_map["data"]["file-0"])["jobs"][0]["arguments"]
     assert "--initialization_timeout=3600" in arguments  # pods come up minutes apart
-    slip = subprocess.run(
+    refused = subprocess.run(
         [*script, *argv, "--gin.TRAIN_STEP=5"], env=environment, cwd=cluster.folder, capture_output=True, text=True
     )
-    assert slip.returncode == 2 and "TRAIN_STEPS" in slip.stderr and "Traceback" not in slip.stderr
+    assert refused.returncode == 2 and "TRAIN_STEPS" in refused.stderr and "Traceback" not in refused.stderr
