@@ -6,19 +6,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from perex_t5x.experiments.report import intervals
+from perex_t5x.experiments.report import intervals, plot
 from perex_t5x.experiments.report.dataset import RATE, STUDY, Dataset, labelled
 from perex_t5x.experiments.report.load import LoadedRun
-from perex_t5x.experiments.report.plot import (
-    HEIGHT,
-    Json,
-    LeftOut,
-    Plot,
-    coloured,
-    distinct_colours,
-    in_panels,
-    key_encoding,
-)
 
 TITLE = "Rate-loss basins"
 
@@ -76,12 +66,12 @@ def is_rate(axis: str) -> bool:
     return axis == RATE or name.endswith("learning_rate") or name.startswith("rate")
 
 
-def rate_loss_basins(data: Dataset) -> Plot | LeftOut:
+def rate_loss_basins(data: Dataset) -> plot.Plot | plot.LeftOut:
     basins = find(data)
     if not basins:
         rates = {run.learning_rate for run in data.runs if run.finished}
         why = "no optimizer and batch size has finished runs at two or more learning rates"
-        return LeftOut(TITLE, why if rates else "no run has finished with a validation loss")
+        return plot.LeftOut(TITLE, why if rates else "no run has finished with a validation loss")
     rows, warnings = [], []
     ceiling = _ceiling([m.mean for b in basins for m in b.means().values()])
     above = 0
@@ -104,9 +94,9 @@ def rate_loss_basins(data: Dataset) -> Plot | LeftOut:
     columns = ("line", "panel", "rate", "mean", "low", "high", "n", "best", "failed", "ceiling")
     spec = _spec(ceiling)
     if len(studies) > 1:
-        spec = in_panels(spec, "panel", studies)
-    legend = {"line": ("each line", distinct_colours(labels))}
-    return Plot("basins", TITLE, _sentence(basins), spec, columns, rows, legend, warnings=warnings)
+        spec = plot.in_panels(spec, "panel", studies)
+    legend = {"line": ("each line", plot.distinct_colours(labels))}
+    return plot.Plot("basins", TITLE, _sentence(basins), spec, columns, rows, legend, warnings=warnings)
 
 
 def _ceiling(losses: Sequence[float]) -> float:
@@ -116,39 +106,28 @@ def _ceiling(losses: Sequence[float]) -> float:
     return min(ranked[-1], ranked[0] + max(6 * (middle - ranked[0]), 0.05 * abs(ranked[0]))) + 1e-3 * abs(ranked[0])
 
 
-def _spec(ceiling: float) -> Json:
-    x = {
-        "field": "rate",
-        "type": "quantitative",
-        "title": "learning rate",
-        "scale": {"type": "log", "nice": False, "padding": 14},
-        "axis": {"format": "~g"},
-    }
+def _spec(ceiling: float) -> plot.Json:
+    x = plot.quantity("rate", "learning rate", "~g", type="log", nice=False, padding=14)
     y = {"type": "quantitative", "scale": {"zero": False}, "title": "final validation loss"}
     mean = {**y, "field": "mean"}
-    tooltip = [
-        {"field": "line", "title": "run"},
-        {"field": "rate", "title": "learning rate", "format": ".4g"},
-        {"field": "mean", "title": "loss", "format": ".4f"},
-        {"field": "low", "title": "from", "format": ".4f"},
-        {"field": "high", "title": "to", "format": ".4f"},
-        {"field": "n", "title": "seeds"},
-        {"field": "failed", "title": "failed"},
-    ]
+    losses = ((name, field, ".4f") for name, field in plot.LOSSES)
+    tooltip = plot.tooltip(
+        ("run", "line"), ("learning rate", "rate", ".4g"), *losses, ("seeds", "n"), ("failed", "failed")
+    )
     inside = {"filter": f"isValid(datum.mean) && datum.mean <= {ceiling!r}"}
-    colour = key_encoding(False)
+    colour = plot.key_encoding(False)
     best = {"condition": {"test": "datum.best", "value": 160}, "value": 45}
     shape = {"condition": {"test": "datum.best", "value": "diamond"}, "value": "circle"}
     cross = {"type": "point", "shape": "cross", "angle": 45, "size": 70, "filled": True}
     return {
-        "transform": coloured(),
-        "height": HEIGHT,
+        "transform": plot.coloured(),
+        "height": plot.HEIGHT,
         "encoding": {"x": x, "detail": {"field": "line", "type": "nominal"}},
         "layer": [
             {
                 "transform": [inside],
                 "mark": {"type": "line", "strokeWidth": 2},
-                "encoding": {"y": mean, **key_encoding()},
+                "encoding": {"y": mean, **plot.key_encoding()},
             },
             {
                 "transform": [inside, {"filter": "isValid(datum.low)"}],

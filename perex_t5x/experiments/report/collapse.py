@@ -10,7 +10,7 @@ import numpy as np
 
 from perex_t5x.experiments.report import intervals
 from perex_t5x.experiments.report.basins import is_rate
-from perex_t5x.experiments.report.curves import curve_spec, longest_examples
+from perex_t5x.experiments.report.curves import curve_controls, curve_spec, longest_examples
 from perex_t5x.experiments.report.dataset import BATCH, RULE, Axis, Dataset, labelled, written
 from perex_t5x.experiments.report.load import LoadedRun
 from perex_t5x.experiments.report.plot import Control, Json, LeftOut, Plot, coloured, in_panels, ordered_colours
@@ -95,39 +95,19 @@ def collapse_plot(data: Dataset) -> Plot | LeftOut:
     longest = longest_examples([run for panel in shown for run in panel.runs])
     rows = [row for panel in shown for row in _rows(panel, longest)]
     sizes = sorted({run.batch_size for panel in shown for run in panel.runs})
-    legend = ordered_colours([f"batch {size}" for size in sizes])
+    legend = {"line": ("batch size", ordered_colours([f"batch {size}" for size in sizes]))}
     columns = ("panel", "line", "x", "mean", "low", "high", "n", "centre", "share")
-    controls = [
-        Control(
-            "choice",
-            "show",
-            "show",
-            "loss",
-            (("loss", "loss"), ("difference", "difference from the mean of batch sizes")),
-        ),
-        Control("choice", "begin", "from", 0.1, ((0, "the start"), (0.1, "10 % of the run"), (0.5, "half of the run"))),
-        Control("log", "log", "logarithmic", False),
-    ]
-    if any(row[6] > 1 for row in rows):
-        controls.append(Control("flag", "band", "seed bands", True))
-    spec = curve_spec("examples seen", any(row[6] > 1 for row in rows))
+    bands = any(row[6] > 1 for row in rows)
+    shows = (("loss", "loss"), ("difference", "difference from the mean of batch sizes"))
+    controls = [Control("choice", "show", "show", "loss", shows), *curve_controls(bands)]
+    spec = curve_spec("examples seen", bands)
     spec["transform"] = [*coloured(), {"filter": "datum.share >= begin"}, *_differences()]
     if len(shown) > 1 or len(data.studies) > 1:
         spec = in_panels(spec, "panel", [_header(p) for p in shown])
     warnings = _warnings(all_panels)
     if len(all_panels) > _PANELS:
         warnings.append(f"The {_PANELS} with the smallest numbers of {len(all_panels)} are drawn.")
-    return Plot(
-        "collapse",
-        TITLE,
-        _sentence(all_panels),
-        spec,
-        columns,
-        rows,
-        {"line": ("batch size", legend)},
-        controls,
-        warnings,
-    )
+    return Plot("collapse", TITLE, _sentence(all_panels), spec, columns, rows, legend, controls, warnings)
 
 
 def _differences() -> list[Json]:

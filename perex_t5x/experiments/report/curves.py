@@ -6,95 +6,78 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from perex_t5x.experiments.report import basins, intervals
+from perex_t5x.experiments.report import basins, intervals, plot
 from perex_t5x.experiments.report.dataset import Dataset, Group
 from perex_t5x.experiments.report.load import LoadedRun
-from perex_t5x.experiments.report.plot import (
-    HEIGHT,
-    Control,
-    Json,
-    LeftOut,
-    Plot,
-    coloured,
-    in_panels,
-    key_encoding,
-    legends,
-    nearest_point,
-)
 
 TITLE = "Learning curves"
 _POINTS = 12_000  # of all curves together: more make a page slow
 _MANY = 8  # lines, of which more are hard to tell apart
 
 
-def learning_curves(data: Dataset) -> Plot | LeftOut:
+def learning_curves(data: Dataset) -> plot.Plot | plot.LeftOut:
     points = int(np.clip(_POINTS / (2 * len(data.groups)), 12, 150))
     longest = longest_examples(data.runs)
     rows = [row for g, group in enumerate(data.groups) for row in _rows(g, group, points, longest)]
     kinds = [kind for kind in ("validation", "train") if any(row[1] == kind for row in rows)]
     if not rows:
-        return LeftOut(TITLE, "no run has logged a loss yet")
+        return plot.LeftOut(TITLE, "no run has logged a loss yet")
     begun = [run for run in data.runs if len(run.training[0]) or len(run.evaluation[0])]
+    against = [("steps", "steps")]
     if all(run.batch_size for run in begun):
-        against = [("examples", "examples seen")]
         if all(run.length for run in begun):
-            against.append(("tokens", "target tokens, padding included"))
-    else:
-        against = []
-    against.append(("steps", "steps"))
+            against.insert(0, ("tokens", "target tokens, padding included"))
+        against.insert(0, ("examples", "examples seen"))
     names = {"validation": "validation loss", "train": "train loss, smoothed"}
+    bands = any(row[8] > 1 for row in rows)
     controls = [
-        Control("choice", "kind", "show", kinds[0], tuple((kind, names[kind]) for kind in kinds)),
-        Control("choice", "against", "against", against[0][0], tuple(against)),
-        Control("choice", "begin", "from", 0.1, ((0, "the start"), (0.1, "10 % of the run"), (0.5, "half of the run"))),
-        Control("log", "log", "logarithmic", False),
+        plot.Control("choice", "kind", "show", kinds[0], tuple((kind, names[kind]) for kind in kinds)),
+        plot.Control("choice", "against", "against", against[0][0], tuple(against)),
+        *curve_controls(bands),
     ]
-    if any(row[8] > 1 for row in rows):
-        controls.append(Control("flag", "band", "seed bands", True))
+    spec = curve_spec(against[0][1], bands)
     best = basins.at_best_rate(data)
     if len(best) < len(data.groups):
-        controls.append(Control("flag", "tuned", "best rates only", len(data.groups) > _MANY))
+        controls.append(plot.Control("flag", "tuned", "best rates only", len(data.groups) > _MANY))
         rows = [(*row, row[0] in best) for row in rows]
-    columns = ("g", "kind", "examples", "tokens", "steps", "mean", "low", "high", "n", "share", "panel", "best")[
-        : len(rows[0])
-    ]
-    spec = curve_spec(against[0][1], any(c.name == "band" for c in controls))
-    if any(c.name == "tuned" for c in controls):
         spec["transform"].append({"filter": "datum.best || !tuned"})
+    columns = ("g", "kind", "examples", "tokens", "steps", "mean", "low", "high", "n", "share", "panel", "best")
     studies = [study.name for study in data.studies]
     if len(studies) > 1:
-        spec = in_panels(spec, "panel", studies)
-    return Plot("curves", TITLE, _sentence(data), spec, columns, rows, legends(data), controls, _warnings(data, kinds))
+        spec = plot.in_panels(spec, "panel", studies)
+    columns, text, warnings = columns[: len(rows[0])], _sentence(data), _warnings(data, kinds)
+    return plot.Plot("curves", TITLE, text, spec, columns, rows, plot.legends(data), controls, warnings)
 
 
-def curve_spec(title: str, bands: bool) -> Json:
+def curve_controls(bands: bool) -> list[plot.Control]:
+    """What can be switched in every plot of `curve_spec`."""
+    begin = ((0, "the start"), (0.1, "10 % of the run"), (0.5, "half of the run"))
+    controls = [plot.Control("choice", "begin", "from", 0.1, begin), plot.Control("log", "log", "logarithmic", False)]
+    return [*controls, plot.Control("flag", "band", "seed bands", True)] if bands else controls
+
+
+def curve_spec(title: str, bands: bool) -> plot.Json:
     """Lines with bands behind them and points that show themselves under the pointer."""
-    x = {"field": "x", "type": "quantitative", "title": title, "axis": {"format": "~s"}, "scale": {"nice": False}}
+    x = plot.quantity("x", title, "~s", nice=False)
     y = {"type": "quantitative", "scale": {"zero": False}, "title": "loss"}
     band = {
         "transform": [{"filter": "band && isValid(datum.low)"}],
         "mark": {"type": "area", "opacity": 0.16, "clip": True},
-        "encoding": {"y": {**y, "field": "low"}, "y2": {"field": "high"}, **key_encoding(False)},
+        "encoding": {"y": {**y, "field": "low"}, "y2": {"field": "high"}, **plot.key_encoding(False)},
     }
     line = {
         "mark": {"type": "line", "strokeWidth": 2, "clip": True},
-        "encoding": {"y": {**y, "field": "mean"}, **key_encoding()},
+        "encoding": {"y": {**y, "field": "mean"}, **plot.key_encoding()},
     }
-    words = [
-        ("run", "line", ""),
-        ("loss", "mean", ".4f"),
-        ("from", "low", ".4f"),
-        ("to", "high", ".4f"),
-        ("seeds", "n", "d"),
-    ]
-    point = nearest_point({**y, "field": "mean"}, [*words, ("at", "x", ",.0f")])
+    words = [("run", "line", ""), *((name, field, ".4f") for name, field in plot.LOSSES), ("seeds", "n", "d")]
+    point = plot.nearest_point({**y, "field": "mean"}, [*words, ("at", "x", ",.0f")])
     return {
         "transform": [
-            *coloured(),
+            *plot.coloured(),
             {"filter": "datum.kind == kind && datum.share >= begin"},
             {"calculate": "datum[against]", "as": "x"},
         ],
-        "height": HEIGHT,
+        "height": plot.HEIGHT,
         "encoding": {"x": x, "detail": {"field": "line", "type": "nominal"}},
         "layer": [*([band] if bands else []), line, point],
     }

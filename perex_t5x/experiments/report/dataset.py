@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from perex_t5x.experiments.report.load import LoadedRun, RunSet, differences, literal
 
+Item, Key = TypeVar("Item"), TypeVar("Key", bound=Hashable)
 _SEED_BINDINGS = ("RANDOM_SEED", "train.random_seed", "DatasetConfig.seed")
 STUDY, RULE, OPTIMIZER, BATCH, RATE = "folder", "rule", "optimizer", "batch size", "learning rate"
 
@@ -84,11 +85,21 @@ def _candidates(runs: Sequence[LoadedRun]) -> list[tuple[str, Callable[[LoadedRu
     return [*candidates, (STUDY, lambda run: run.study)]
 
 
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Runs, or others, by a key, in the order of the first of each.
+
+    >>> by_seed = grouped([LoadedRun("a", seed=0), LoadedRun("b", seed=1)], lambda run: run.seed)
+    >>> {seed: [run.name for run in runs] for seed, runs in by_seed.items()}
+    {0: ['a'], 1: ['b']}
+    """
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def _partition(runs: Sequence[LoadedRun], axes: Sequence[Axis]) -> dict[tuple[Any, ...], list[LoadedRun]]:
-    parts: dict[tuple[Any, ...], list[LoadedRun]] = {}
-    for run in runs:
-        parts.setdefault(tuple(_hashable(axis.of(run)) for axis in axes), []).append(run)
-    return parts
+    return grouped(runs, lambda run: tuple(_hashable(axis.of(run)) for axis in axes))
 
 
 def _hashable(value: Any) -> Any:

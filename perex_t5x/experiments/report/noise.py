@@ -7,21 +7,8 @@ from collections import Counter
 
 import numpy as np
 
-from perex_t5x.experiments.report import intervals
+from perex_t5x.experiments.report import intervals, plot
 from perex_t5x.experiments.report.dataset import Dataset
-from perex_t5x.experiments.report.plot import (
-    HEIGHT,
-    Control,
-    Json,
-    LeftOut,
-    Plot,
-    coloured,
-    in_panels,
-    key_encoding,
-    legends,
-    nearest_point,
-    ordered_colours,
-)
 
 NOISE_TITLE, SNR_TITLE = "Critical batch size over training", "Signal to noise of single examples"
 _NOISE, _SNR = "noise_scale_smoothed/", "snr/"
@@ -36,10 +23,10 @@ def _layers(data: Dataset, prefix: str) -> list[str]:
     return sorted(names, key=lambda name: (name != "all", name))
 
 
-def noise_scale(data: Dataset) -> Plot | LeftOut:
+def noise_scale(data: Dataset) -> plot.Plot | plot.LeftOut:
     layers = _layers(data, _NOISE)
     if not layers:
-        return LeftOut(NOISE_TITLE, _MISSING)
+        return plot.LeftOut(NOISE_TITLE, _MISSING)
     rows, hidden = [], 0
     points = int(np.clip(12_000 / (len(data.groups) * len(layers)), 12, 120))
     for g, group in enumerate(data.groups):
@@ -53,46 +40,34 @@ def noise_scale(data: Dataset) -> Plot | LeftOut:
                 if step > 0:
                     rows.append((g, layer, step * batch, *(math.exp(v) for v in m[:3]), m.count))
     if not rows:
-        return LeftOut(NOISE_TITLE, "no measurement saw a signal: every noise scale is infinite")
+        return plot.LeftOut(NOISE_TITLE, "no measurement saw a signal: every noise scale is infinite")
     columns = ("g", "layer", "x", "mean", "low", "high", "n")
     sizes = sorted({run.batch_size for run in data.runs if run.batch_size and run.monitored})
     controls = [
-        Control("choice", "layer", "layers", layers[0], tuple((name, name) for name in layers)),
-        Control("log", "log", "logarithmic", False),
+        plot.Control("choice", "layer", "layers", layers[0], tuple((name, name) for name in layers)),
+        plot.Control("log", "log", "logarithmic", False),
     ]
     warnings = [f"{hidden} measurement(s) saw no signal (infinite noise scale) and are not drawn."] if hidden else []
     sentence, spec = _noise_sentence(data, layers[0], sizes), _noise_spec(sizes)
-    return Plot("noise_scale", NOISE_TITLE, sentence, spec, columns, rows, legends(data), controls, warnings)
+    return plot.Plot("noise_scale", NOISE_TITLE, sentence, spec, columns, rows, plot.legends(data), controls, warnings)
 
 
-def _noise_spec(sizes: list[int]) -> Json:
-    x = {
-        "field": "x",
-        "type": "quantitative",
-        "title": "examples seen",
-        "axis": {"format": "~s"},
-        "scale": {"nice": False},
-    }
-    y = {
-        "field": "mean",
-        "type": "quantitative",
-        "scale": {"type": "log", "nice": False, "padding": 8},
-        "title": "noise scale (examples)",
-        "axis": {"format": "~s"},
-    }
+def _noise_spec(sizes: list[int]) -> plot.Json:
+    x = plot.quantity("x", "examples seen", "~s", nice=False)
+    y = plot.quantity("mean", "noise scale (examples)", "~s", type="log", nice=False, padding=8)
     words = [("run", "line", ""), ("noise scale", "mean", ".3s"), ("seeds", "n", "d"), ("examples seen", "x", ",.0f")]
     curves = {"x": x, "y": y, "detail": {"field": "line", "type": "nominal"}}
     used = {"values": [{"size": size, "label": f"batch {size}"} for size in sizes]}
     at = {"y": {"field": "size", "type": "quantitative"}}
     label = {"type": "text", "align": "left", "baseline": "bottom", "dx": 3, "dy": -2, "fontSize": 10, "opacity": 0.8}
     return {
-        "transform": [*coloured(), {"filter": "datum.layer == layer"}],
-        "height": HEIGHT,
+        "transform": [*plot.coloured(), {"filter": "datum.layer == layer"}],
+        "height": plot.HEIGHT,
         "layer": [
             {"data": used, "mark": {"type": "rule", "strokeDash": [2, 4], "opacity": 0.6}, "encoding": at},
             {"data": used, "mark": label, "encoding": {**at, "x": {"value": 0}, "text": {"field": "label"}}},
-            {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {**curves, **key_encoding()}},
-            nearest_point(y, words, x),
+            {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {**curves, **plot.key_encoding()}},
+            plot.nearest_point(y, words, x),
         ],
     }
 
@@ -122,10 +97,10 @@ def _listed(sizes: list[int]) -> str:
     return ", ".join(map(str, sizes)) + (" lies" if len(sizes) == 1 else " lie")
 
 
-def snr_histograms(data: Dataset) -> Plot | LeftOut:
+def snr_histograms(data: Dataset) -> plot.Plot | plot.LeftOut:
     layers = _layers(data, _SNR)
     if not layers:
-        return LeftOut(SNR_TITLE, _MISSING)
+        return plot.LeftOut(SNR_TITLE, _MISSING)
     drawn = layers[:_LAYERS]
     measured: list[tuple[int, str, str, float]] = []
     zeros = total = 0
@@ -140,7 +115,7 @@ def snr_histograms(data: Dataset) -> Plot | LeftOut:
                     else:
                         zeros += 1
     if not measured:
-        return LeftOut(SNR_TITLE, "no measurement saw a signal: every SNR is 0")
+        return plot.LeftOut(SNR_TITLE, "no measurement saw a signal: every SNR is 0")
     logs = np.asarray([m[3] for m in measured])
     low, high = float(np.quantile(logs, 0.005)), float(logs.max()) + 1e-6
     width = max((high - low) / 24, 0.02)
@@ -150,38 +125,28 @@ def snr_histograms(data: Dataset) -> Plot | LeftOut:
         (g, layer, part, 10 ** (low + b * width), 10 ** (low + (b + 1) * width), n)
         for (g, layer, part, b), n in sorted(counts.items())
     ]
-    legend = {"part": ("part of the run", ordered_colours(_PARTS)), **legends(data)}
+    legend = {"part": ("part of the run", plot.ordered_colours(_PARTS)), **plot.legends(data)}
     if len(data.groups) == 1:
         legend = {"part": legend["part"]}
     warnings = [f"{zeros} of {total} measurements saw no signal (SNR 0) and are not drawn."] if zeros else []
     if len(layers) > _LAYERS:
         warnings.append(f"{_LAYERS} of {len(layers)} groups of parameters are drawn.")
-    spec = in_panels(_snr_spec(), "layer", drawn)
+    spec = plot.in_panels(_snr_spec(), "layer", drawn)
     columns = ("g", "layer", "part", "from", "to", "count")
-    return Plot("snr", SNR_TITLE, _snr_sentence(measured, drawn), spec, columns, rows, legend, [], warnings)
+    return plot.Plot("snr", SNR_TITLE, _snr_sentence(measured, drawn), spec, columns, rows, legend, [], warnings)
 
 
-def _snr_spec() -> Json:
-    x = {
-        "field": "from",
-        "type": "quantitative",
-        "title": "SNR",
-        "scale": {"type": "log", "nice": False},
-        "axis": {"format": "~g", "tickCount": 4},
-    }
-    tooltip = [
-        {"field": "key", "title": "which"},
-        {"field": "from", "title": "SNR from", "format": ".3g"},
-        {"field": "to", "title": "to", "format": ".3g"},
-        {"field": "all", "title": "measurements"},
-    ]
+def _snr_spec() -> plot.Json:
+    x = plot.quantity("from", "SNR", "~g", type="log", nice=False)
+    x["axis"]["tickCount"] = 4
+    tooltip = plot.tooltip(("which", "key"), ("SNR from", "from", ".3g"), ("to", "to", ".3g"), ("measurements", "all"))
     y = {"field": "all", "type": "quantitative", "stack": "zero", "title": "measurements"}
     total = {"aggregate": [{"op": "sum", "field": "count", "as": "all"}], "groupby": ["layer", "from", "to", "key"]}
     return {
-        "transform": [*coloured(), total],
+        "transform": [*plot.coloured(), total],
         "height": 130,
         "mark": {"type": "bar", "orient": "vertical", "binSpacing": 0.5},
-        "encoding": {"x": x, "x2": {"field": "to"}, "y": y, **key_encoding(False), "tooltip": tooltip},
+        "encoding": {"x": x, "x2": {"field": "to"}, "y": y, **plot.key_encoding(False), "tooltip": tooltip},
     }
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import re
@@ -31,7 +32,7 @@ from perex_t5x.experiments.report.dataset import Axis, Dataset, written
 # Hues after Okabe and Ito, darker on white and lighter on black.
 _LIGHT = ("#0072b2", "#d55e00", "#00815f", "#b8578f", "#3795cf", "#b77b00", "#6a4ca3", "#5a5a5a")
 _DARK = ("#59aef0", "#ff8c4a", "#2fc79a", "#e69ac6", "#9bd4f7", "#f2c14e", "#b9a0ec", "#bdbdbd")
-_DASHES = ([1, 0], [6, 3], [2, 2], [9, 3, 2, 3])
+_DASHES = ((1, 0), (6, 3), (2, 2), (9, 3, 2, 3))
 # From dark to bright with even steps, so that order is seen without hue.
 _SCALE = ((68, 1, 84), (65, 68, 135), (42, 120, 142), (34, 168, 132), (122, 209, 81), (253, 231, 37))
 
@@ -53,19 +54,14 @@ def distinct_colours(keys: Sequence[str]) -> list[LegendEntry]:
     >>> entries[0].light == entries[8].light, entries[0].dash == entries[8].dash
     (True, False)
     """
-    n = len(_LIGHT)
-    return [
-        LegendEntry(k, _LIGHT[i % n], _DARK[i % n], tuple(_DASHES[i // n % len(_DASHES)])) for i, k in enumerate(keys)
-    ]
+    looks = itertools.cycle((light, dark, dash) for dash in _DASHES for light, dark in zip(_LIGHT, _DARK, strict=True))
+    return [LegendEntry(key, *look) for key, look in zip(keys, looks, strict=False)]
 
 
 def ordered_colours(keys: Sequence[str]) -> list[LegendEntry]:
     """Colours of one scale, in the keys' order; its pale end is left out on white, its dark end on black."""
-    steps = [i / max(1, len(keys) - 1) for i in range(len(keys))]
-    return [
-        LegendEntry(key, _scale_at(0.8 * step), _scale_at(0.32 + 0.68 * step))
-        for key, step in zip(keys, steps, strict=True)
-    ]
+    steps = ((key, i / max(1, len(keys) - 1)) for i, key in enumerate(keys))
+    return [LegendEntry(key, _scale_at(0.8 * step), _scale_at(0.32 + 0.68 * step)) for key, step in steps]
 
 
 def _scale_at(share: float) -> str:
@@ -80,6 +76,7 @@ def _scale_at(share: float) -> str:
 
 LINE = "line"
 HEIGHT = 320
+LOSSES = (("loss", "mean"), ("from", "low"), ("to", "high"))  # what is said beside a point, and its field
 _LONGEST_LEGEND = 16  # of a figure; the page's scrolls
 Json = dict[str, Any]
 
@@ -123,11 +120,10 @@ class LeftOut:
 
 def group_fields(data: Dataset) -> list[dict[str, str]]:
     """What rows of each group are joined with: its label as `line`, its axis values as `a0`, `a1`, ..."""
-    fields = []
-    for group in data.groups:
-        values = [written(axis.name, value) for axis, value in zip(data.axes, group.key, strict=True)]
-        fields.append({LINE: group.label, **{f"a{i}": value for i, value in enumerate(values)}})
-    return fields
+    return [
+        {LINE: g.label, **{f"a{i}": written(data.axes[i].name, value) for i, value in enumerate(g.key)}}
+        for g in data.groups
+    ]
 
 
 def legends(data: Dataset, most: int = 8) -> dict[str, tuple[str, list[LegendEntry]]]:
@@ -223,6 +219,16 @@ def key_encoding(dashes: bool = True) -> Json:
     return {"color": color, "strokeDash": dict(color)} if dashes else {"color": color}
 
 
+def quantity(field: str, title: str, form: str, **scale: Any) -> Json:
+    """A channel of numbers, with its axis' title and format."""
+    return {"field": field, "type": "quantitative", "title": title, "axis": {"format": form}, "scale": scale}
+
+
+def tooltip(*fields: tuple[str, str] | tuple[str, str, str]) -> list[Json]:
+    """(title, field, format) beside the pointer, in this order; without a format as it is."""
+    return [dict(zip(("title", "field", "format"), field, strict=False)) for field in fields]
+
+
 def in_panels(unit: Json, field: str, order: Sequence[str]) -> Json:
     """One panel for each value of a field, with common axes; the page decides how many go side by side."""
     transform = unit.pop("transform", [])
@@ -293,13 +299,10 @@ def write_figures(folder: str, plots: Sequence[Plot], groups: Sequence[Mapping[s
         for plot in plots:
             spec: dict[str, Any] = {**still(plot, groups), "config": _FIGURE}
             svg = converter().vegalite_to_svg(spec)
-            for name, content in (
-                (f"{plot.id}.svg", svg.encode()),
-                (f"{plot.id}.png", converter().svg_to_png(svg, scale=3)),
-            ):
-                with open(os.path.join(folder, name), "wb") as f:
+            for ending, content in (("svg", svg.encode()), ("png", converter().svg_to_png(svg, scale=3))):
+                written.append(os.path.join(folder, f"{plot.id}.{ending}"))
+                with open(written[-1], "wb") as f:
                     f.write(content)
-                written.append(os.path.join(folder, name))
     except OSError as e:
         raise ConfigError(f"--figures={folder}: cannot be written: {e.strerror or e}.") from e
     return written

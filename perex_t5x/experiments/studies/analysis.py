@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from perex_t5x.experiments.report import intervals
+from perex_t5x.experiments.report.dataset import grouped
 from perex_t5x.experiments.report.intervals import Mean
 from perex_t5x.experiments.report.load import LoadedRun
 
 Key = TypeVar("Key", bound=Hashable)
-
-
-def grouped(runs: Sequence[LoadedRun], key: Callable[[LoadedRun], Key]) -> dict[Key, list[LoadedRun]]:
-    """Runs by a key, in the order of the first of each.
-
-    >>> by_seed = grouped([LoadedRun("a", seed=0), LoadedRun("b", seed=1)], lambda run: run.seed)
-    >>> {seed: [run.name for run in runs] for seed, runs in by_seed.items()}
-    {0: ['a'], 1: ['b']}
-    """
-    groups: dict[Key, list[LoadedRun]] = {}
-    for run in runs:
-        groups.setdefault(key(run), []).append(run)
-    return groups
 
 
 def final(runs: Sequence[LoadedRun]) -> Mean:
@@ -51,6 +39,13 @@ def best_rate(runs: Sequence[LoadedRun]) -> float | None:
     return min(full, key=lambda rate: final(by_rate[rate]).mean)
 
 
+def at_best_rate(by_arm: Mapping[Key, Sequence[LoadedRun]]) -> dict[Key, list[LoadedRun]]:
+    """The finished runs of every arm at its best rate; without the arms that have none."""
+    best = {arm: best_rate(runs) for arm, runs in by_arm.items()}
+    at_best = {arm: [r for r in runs if r.finished and rate_of(r) == best[arm]] for arm, runs in by_arm.items()}
+    return {arm: runs for arm, runs in at_best.items() if runs}
+
+
 def on_edge(runs: Sequence[LoadedRun], best: float | None) -> bool:
     """Whether the rate is the smallest or largest tried; one that failed counts as tried."""
     tried = [rate_of(run) for run in runs]
@@ -66,9 +61,7 @@ def paired(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> Mean:
     0.5
     """
     losses = {run.seed: run.final_loss for run in others if run.finished}
-    return intervals.mean_interval(
-        [run.final_loss - losses[run.seed] for run in runs if run.finished and run.seed in losses]
-    )
+    return intervals.mean_interval([r.final_loss - losses[r.seed] for r in runs if r.finished and r.seed in losses])
 
 
 def apart(difference: Mean) -> bool:
@@ -85,6 +78,22 @@ def interval(m: Mean, digits: int = 4) -> str:
     if not m.count:
         return "none finished"
     return "one seed" if m.count == 1 else f"{m.low:.{digits}f} to {m.high:.{digits}f}"
+
+
+def signed(difference: Mean, digits: int = 4) -> str:
+    """A difference with its interval.
+
+    >>> signed(Mean(-0.5, -1.0, 0.0, 3), 1)
+    '-0.5 (-1.0 to 0.0)'
+    """
+    return f"{difference.mean:+.{digits}f} ({interval(difference, digits)})" if difference.count else "–"
+
+
+def finding(
+    title: str, text: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], **more: str
+) -> dict[str, Any]:
+    """With a table; `more` may have `paper`, what the paper says, and `plot`, the report's plot that shows it."""
+    return {"title": title, "text": text, "table": {"columns": columns, "rows": rows}, **more}
 
 
 def number(value: Any, digits: int = 4) -> float | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from perex_t5x.errors import ConfigError
 from perex_t5x.experiments.sweep import Sweep, axes
 from perex_t5x.experiments.sweep.directory import Folder
 from perex_t5x.experiments.sweep.plan import Plan
@@ -19,7 +20,6 @@ from perex_t5x.files import write_atomically
 
 if TYPE_CHECKING:
     from perex_t5x.experiments.report.load import RunSet
-    from perex_t5x.experiments.sweep.plan import Plan
 
 Finding = dict[str, Any]  # title, text, paper, table, plot: see docs/reports.md
 Outcomes = Sequence[tuple[Run, Result]]  # of all stages so far
@@ -153,6 +153,12 @@ class Tuned:
         return []
 
 
+def tune_then_run(sweep: Sweep, extensions: int) -> Stages:
+    """Tunes every arm, then runs each at its best rate on all seeds."""
+    arms_tuned = yield from tune(sweep, arms(sweep), extensions)
+    yield [narrowed(sweep, tuned.arm, [tuned.best], sweep.seeds) for tuned in arms_tuned]
+
+
 def tune(
     sweep: Sweep, arms: Sequence[Mapping[str, Any]], extensions: int
 ) -> Generator[list[Sweep], Outcomes, list[Tuned]]:
@@ -216,8 +222,6 @@ def run_stages(
     folder = absolute(folder)
     whole = sweep.plan(gin_files, gin_bindings, search_paths, flags=flags)
     if problems := Folder(folder).check(whole):
-        from perex_t5x.errors import ConfigError
-
         raise ConfigError("\n".join(problems))
     if dry_run:
         return []
@@ -226,7 +230,9 @@ def run_stages(
     programs: dict[str, Any] = {}  # a stage more is not a compilation more
     try:
         while True:
-            _add(runs, parts, gin_files, gin_bindings, search_paths, flags)
+            for part in parts:
+                for made in part.plan(gin_files, gin_bindings, search_paths, check=False, flags=flags).runs:
+                    runs.setdefault(made.name, made)
             grown = dataclasses.replace(whole, runs=tuple(runs.values()))
             results = grown.run(folder, together=True, parallel=parallel, overview=overview, programs=programs)
             try:
@@ -241,25 +247,25 @@ def run_stages(
     return results
 
 
-def _add(runs: dict[str, Run], parts: Sequence[Sweep], *given: Any) -> None:
-    gin_files, gin_bindings, search_paths, flags = given
-    for part in parts:
-        plan: Plan = part.plan(gin_files, gin_bindings, search_paths, check=False, flags=flags)
-        for made in plan.runs:
-            runs.setdefault(made.name, made)
-
-
 def _note(folder: str, name: str, sweep: Sweep, quick: bool, seconds: float) -> None:
     """What the analysis cannot see in the runs; seconds are added up over all starts."""
     former = notes(folder).get("seconds", 0.0)
-    noted = {"study": name, "seeds": list(sweep.seeds), "quick": quick, "seconds": round(former + seconds, 1)}
-    write_atomically(os.path.join(folder, NOTES), json.dumps(noted) + "\n")
+    save(
+        folder,
+        NOTES,
+        {"study": name, "seeds": list(sweep.seeds), "quick": quick, "seconds": round(former + seconds, 1)},
+    )
 
 
-def notes(folder: str) -> dict[str, Any]:
-    """What `run` has noted; empty where it has not been."""
+def notes(folder: str, file: str = NOTES) -> dict[str, Any]:
+    """What a study has written into a file of its folder; empty where it has not been."""
     try:
-        with open(os.path.join(folder, NOTES), encoding="utf-8") as f:
+        with open(os.path.join(folder, file), encoding="utf-8") as f:
             return json.load(f)
     except (FileNotFoundError, ValueError):
         return {}
+
+
+def save(folder: str, file: str, content: dict[str, Any]) -> None:
+    """Writes what `notes` reads."""
+    write_atomically(os.path.join(folder, file), json.dumps(content, indent=1) + "\n")

@@ -58,9 +58,9 @@ def _over_training(by_size: dict[int, list[LoadedRun]]) -> Finding:
         f"from {'; from '.join(texts)}. Geometric means over seeds, with intervals."
     )
     columns = ["runs with", *(f"after {share:.0%}" for share in SHARES)]
-    table = {"columns": columns, "rows": rows}
-    title = "The critical batch size over training"
-    return {"title": title, "text": text, "paper": _PAPER, "table": table, "plot": "noise_scale"}
+    return analysis.finding(
+        "The critical batch size over training", text, columns, rows, paper=_PAPER, plot="noise_scale"
+    )
 
 
 def _by_group(by_size: dict[int, list[LoadedRun]]) -> Finding:
@@ -80,8 +80,8 @@ def _by_group(by_size: dict[int, list[LoadedRun]]) -> Finding:
             f" At the end the clearest signal is that of {low} ({named[low]:.3g} examples), the weakest that of {high} "
             f"({named[high]:.3g}); all parameters together have {ends.get('all', float('nan')):.3g}."
         )
-    table = {"columns": ["parameters", f"after {SHARES[0]:.0%}", "at the end"], "rows": rows}
-    return {"title": "By kind of parameter", "text": text, "table": table, "plot": "noise_scale"}
+    columns = ["parameters", f"after {SHARES[0]:.0%}", "at the end"]
+    return analysis.finding("By kind of parameter", text, columns, rows, plot="noise_scale")
 
 
 STUDY = Study(

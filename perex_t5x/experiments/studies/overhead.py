@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -14,11 +13,10 @@ import numpy as np
 from perex_t5x.experiments.report.intervals import mean_interval
 from perex_t5x.experiments.report.load import RunSet
 from perex_t5x.experiments.studies import analysis
-from perex_t5x.experiments.studies.base import Finding, Study, everything
+from perex_t5x.experiments.studies.base import Finding, Study, everything, notes, save
 from perex_t5x.experiments.sweep import axes
 from perex_t5x.experiments.sweep.plan import Plan
 from perex_t5x.experiments.sweep.runs import Run
-from perex_t5x.files import write_atomically
 
 FILE = "overhead.json"
 _PAPER = "For a transformer of 1.2 billion parameters about 17 % more compute, and no increase of peak memory."
@@ -28,30 +26,14 @@ _BATCHES = 4
 
 def measure(plan: Plan, folder: str, quick: bool) -> None:
     """Times the step of every configuration, all of one model in turns; what is measured already stays."""
-    path = os.path.join(folder, FILE)
-    known = _read(path)
-    wanted = {run.name: run for run in plan.runs if run.seed == plan.runs[0].seed}
-    for runs in _by_model(list(wanted.values())).values():
+    known = notes(folder, FILE)
+    wanted = [run for run in plan.runs if run.seed == plan.runs[0].seed]
+    for runs in analysis.grouped(wanted, lambda run: str(run.values.get("model", ""))).values():
         if all(run.name in known for run in runs):
             continue
         print(f"timing the steps of {', '.join(run.name for run in runs)}", flush=True)
         known |= time_steps(runs, turns=5 if quick else 21)
-        write_atomically(path, json.dumps(known, indent=1) + "\n")
-
-
-def _by_model(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(str(run.values.get("model", "")), []).append(run)
-    return groups
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as f:
-            return json.load(f)
-    except (FileNotFoundError, ValueError):
-        return {}
+        save(folder, FILE, known)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -117,13 +99,8 @@ class _Step:
 
 def analyse(folder: RunSet, path: str) -> list[Finding]:
     del folder
-    known = _read(os.path.join(path, FILE))
-    findings = []
-    for model, entries in _entries(known).items():
-        plain = entries.get("adamw")
-        if plain is not None and len(entries) > 1:
-            findings.append(_finding(model, entries, plain))
-    return findings
+    models = _entries(notes(path, FILE)).items()
+    return [_finding(model, entries) for model, entries in models if "adamw" in entries and len(entries) > 1]
 
 
 def _entries(known: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -147,8 +124,8 @@ def _more(values: dict[str, Any]) -> list[str]:
     return [f"{axis.rpartition('.')[2]} {value}" for axis, value in others.items()]
 
 
-def _finding(model: str, entries: dict[str, dict[str, Any]], plain: dict[str, Any]) -> Finding:
-    rows, texts = [], []
+def _finding(model: str, entries: dict[str, dict[str, Any]]) -> Finding:
+    rows, texts, plain = [], [], entries["adamw"]
     base = np.asarray(plain["seconds"])
     for label, entry in entries.items():
         ratios = np.asarray(entry["seconds"]) / base
@@ -160,17 +137,15 @@ def _finding(model: str, entries: dict[str, dict[str, Any]], plain: dict[str, An
                      None if memory is None else analysis.number(entry["temp_bytes"] / 2**20, 2),
                      analysis.number(memory, 2)])  # fmt: skip
         if label != "adamw":
-            texts.append(
-                f"{label} {middle:.2f} times the time" + ("" if memory is None else f", {memory:.2f} the memory")
-            )
+            more = "" if memory is None else f", {memory:.2f} the memory"
+            texts.append(f"{label} {middle:.2f} times the time{more}")
     text = (
         f"{model}: a step, compared with adamw's on the plain gradient: {'; '.join(texts)}. Medians over {len(base)} turns, "
         "in which all configurations are timed one after another; memory is what the compiled step needs besides its "
         "arguments and results."
     )
     columns = ["step", "ms", "times adamw", "quartiles", "interval of the mean", "memory, MiB", "times adamw"]
-    table = {"columns": columns, "rows": rows}
-    return {"title": f"The price of statistics, {model}", "text": text, "paper": _PAPER, "table": table}
+    return analysis.finding(f"The price of statistics, {model}", text, columns, rows, paper=_PAPER)
 
 
 STUDY = Study(

@@ -9,8 +9,7 @@ from typing import Any
 from perex_t5x.experiments.report.intervals import mean_interval
 from perex_t5x.experiments.report.load import LoadedRun, RunSet
 from perex_t5x.experiments.studies import analysis
-from perex_t5x.experiments.studies.base import Finding, Stages, Study, arms, narrowed, tune
-from perex_t5x.experiments.sweep import Sweep
+from perex_t5x.experiments.studies.base import Finding, Study, tune_then_run
 from perex_t5x.optimizers import descend, scale_by_moments
 from perex_t5x.optimizers.base import Mask, StatisticsTransformation
 
@@ -24,17 +23,10 @@ _SIGNAL, _VARIANCE = ("micro_adam_msq", "adamw"), ("micro_adam", "micro_adam_var
 Arm = tuple[str, str]  # optimizer, clipping in words
 
 
-def stages(sweep: Sweep, extensions: int) -> Stages:
-    """Tunes every optimizer with and without clipping, then runs each at its best rate on all seeds."""
-    arms_tuned = yield from tune(sweep, arms(sweep), extensions)
-    yield [narrowed(sweep, tuned.arm, [tuned.best], sweep.seeds) for tuned in arms_tuned]
-
-
 def analyse(folder: RunSet, path: str) -> list[Finding]:
     del path
     by_arm = analysis.grouped(folder.runs, arm_of)
-    at_best = {arm: _best(runs) for arm, runs in by_arm.items()}
-    at_best = {arm: runs for arm, runs in at_best.items() if runs}
+    at_best = analysis.at_best_rate(by_arm)
     if not at_best:
         return []
     return [
@@ -59,11 +51,6 @@ def label(arm: Arm) -> str:
     return ", ".join(part for part in arm if part)
 
 
-def _best(runs: Sequence[LoadedRun]) -> list[LoadedRun]:
-    best = analysis.best_rate(runs)
-    return [run for run in runs if run.finished and analysis.rate_of(run) == best]
-
-
 def _order_finding(by_arm: dict[Arm, list[LoadedRun]], at_best: dict[Arm, list[LoadedRun]]) -> Finding:
     """All arms by their loss, with the difference to the baseline."""
     ranked = sorted(at_best, key=lambda arm: analysis.final(at_best[arm]).mean)
@@ -74,7 +61,7 @@ def _order_finding(by_arm: dict[Arm, list[LoadedRun]], at_best: dict[Arm, list[L
         difference = analysis.paired(runs, baseline)
         edge = analysis.on_edge(by_arm[arm], analysis.rate_of(runs[0]))
         rows.append([label(arm), analysis.number(runs[0].learning_rate, 5), "yes" if edge else "no", analysis.number(m.mean),
-                     analysis.interval(m), m.count, _signed(difference)])  # fmt: skip
+                     analysis.interval(m), m.count, analysis.signed(difference)])  # fmt: skip
         if arm != (_BASELINE, ""):
             kind = "alike" if not analysis.apart(difference) else "better" if difference.mean < 0 else "worse"
             groups[kind].append(label(arm))
@@ -91,8 +78,7 @@ def _order_finding(by_arm: dict[Arm, list[LoadedRun]], at_best: dict[Arm, list[L
         f" On the edge of its grid is the best rate of {', '.join(edges)}." if edges else " No best rate is on an edge."
     )
     columns = ["optimizer", "best rate", "on the edge", "validation loss", "interval", "seeds", f"less {_BASELINE}'s"]
-    table = {"columns": columns, "rows": rows}
-    return {"title": f"{label(ranked[0])} ends lowest", "text": text, "paper": _PAPER, "table": table, "plot": "basins"}
+    return analysis.finding(f"{label(ranked[0])} ends lowest", text, columns, rows, paper=_PAPER, plot="basins")
 
 
 def _contrast_finding(at_best: dict[Arm, list[LoadedRun]]) -> list[Finding]:
@@ -109,7 +95,9 @@ def _contrast_finding(at_best: dict[Arm, list[LoadedRun]]) -> list[Finding]:
         signal, variance = of_seed(_SIGNAL, chosen), of_seed(_VARIANCE, chosen)
         difference = mean_interval([variance[seed] - signal[seed] for seed in sorted(variance) if seed in signal])
         if difference.count:
-            rows.append([said, _signed(difference), difference.count, "yes" if analysis.apart(difference) else "no"])
+            rows.append(
+                [said, analysis.signed(difference), difference.count, "yes" if analysis.apart(difference) else "no"]
+            )
     if not rows:
         return []
     text = (
@@ -117,15 +105,8 @@ def _contrast_finding(at_best: dict[Arm, list[LoadedRun]]) -> list[Finding]:
         f"σ² counts for little, seed by seed: {rows[-1][1]}. It is the comparison that the paper's sentence is about, and "
         "less noisy than single pairs."
     )
-    table = {"columns": ["", "difference", "seeds", "apart"], "rows": rows}
-    title = "Signal or variance"
-    return [{"title": title, "text": text, "paper": _PAPER, "table": table, "plot": "basins"}]
-
-
-def _signed(difference: Any) -> str:
-    if not difference.count:
-        return "–"
-    return f"{difference.mean:+.4f} ({analysis.interval(difference)})"
+    columns = ["", "difference", "seeds", "apart"]
+    return [analysis.finding("Signal or variance", text, columns, rows, paper=_PAPER, plot="basins")]
 
 
 def _clipping_finding(by_arm: dict[Arm, list[LoadedRun]], at_best: dict[Arm, list[LoadedRun]]) -> list[Finding]:
@@ -137,7 +118,7 @@ def _clipping_finding(by_arm: dict[Arm, list[LoadedRun]], at_best: dict[Arm, lis
             continue
         change = analysis.paired(at_best[arm], at_best[plain])
         beyond = [_beyond(by_arm[a], at_best[a]) for a in (plain, arm)]
-        rows.append([arm[0], _signed(change), *(analysis.number(x) for x in beyond)])
+        rows.append([arm[0], analysis.signed(change), *(analysis.number(x) for x in beyond)])
         verb = "nothing that shows" if not analysis.apart(change) else f"{change.mean:+.3f}"
         texts.append(f"{arm[0]} {verb}")
     if not rows:
@@ -147,9 +128,8 @@ def _clipping_finding(by_arm: dict[Arm, list[LoadedRun]], at_best: dict[Arm, lis
         "best rate: the loss at twice that rate, less that at the best (the same seeds)."
     )
     columns = ["optimizer", "clipping changes the loss by", "rise at twice the rate", "the same, clipped"]
-    table = {"columns": columns, "rows": rows}
     title = "What clipping of examples changes"
-    return [{"title": title, "text": text, "paper": _PAPER_CLIPPING, "table": table, "plot": "basins"}]
+    return [analysis.finding(title, text, columns, rows, paper=_PAPER_CLIPPING, plot="basins")]
 
 
 def _beyond(runs: Sequence[LoadedRun], best: Sequence[LoadedRun]) -> float | None:
@@ -166,16 +146,14 @@ def _basin_finding(by_arm: dict[Arm, list[LoadedRun]], at_best: dict[Arm, list[L
     rates = sorted({run.learning_rate for runs in by_arm.values() for run in runs if run.learning_rate})
     rows = []
     for arm, runs in by_arm.items():
-        means = {
-            rate: analysis.final(of).mean for rate, of in analysis.grouped(runs, lambda r: r.learning_rate).items()
-        }
-        rows.append([label(arm), *(analysis.number(means.get(rate), 3) for rate in rates)])
+        means = [analysis.final([run for run in runs if run.learning_rate == rate]).mean for rate in rates]
+        rows.append([label(arm), *(analysis.number(mean, 3) for mean in means)])
     best = {label(arm): runs[0].learning_rate for arm, runs in at_best.items()}
     text = "Validation loss at every rate tried, means over the seeds that were run there. Best rates: "
     text += "; ".join(f"{name} {rate:g}" for name, rate in best.items()) + "."
-    table = {"columns": ["optimizer", *(f"{rate:g}" for rate in rates)], "rows": rows}
+    columns = ["optimizer", *(f"{rate:g}" for rate in rates)]
     paper = "Our reading: where the signal is weak √v of MicroAdam is about √B times Adam's, and so is its best rate."
-    return {"title": "The rates", "text": text, "paper": paper, "table": table, "plot": "basins"}
+    return analysis.finding("The rates", text, columns, rows, paper=paper, plot="basins")
 
 
 def adam_between(
@@ -201,7 +179,7 @@ def adam_between(
 
 STUDY = Study(
     "preconditioner",
-    stages,
+    tune_then_run,
     analyse,
     quick=[
         "files = {'optimizer': ['optimizers/adamw.gin', 'optimizers/micro_adam.gin']}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import os
 import tempfile
@@ -20,12 +19,10 @@ from perex_t5x.cli.progress import Progress
 from perex_t5x.experiments.report.intervals import Mean
 from perex_t5x.experiments.report.load import LoadedRun, RunSet
 from perex_t5x.experiments.studies import analysis
-from perex_t5x.experiments.studies.base import Finding, Stages, Study, arms, narrowed, tune
+from perex_t5x.experiments.studies.base import Finding, Study, notes, save, tune_then_run
 from perex_t5x.experiments.studies.noise_scale import over_seeds
-from perex_t5x.experiments.sweep import Sweep
 from perex_t5x.experiments.sweep.plan import Plan
 from perex_t5x.experiments.sweep.runs import Run
-from perex_t5x.files import write_atomically
 
 FILE = "signs.json"
 _COORDINATES = 4096  # of all parameters, drawn once
@@ -40,19 +37,9 @@ _OURS = (
 )
 
 
-def stages(sweep: Sweep, extensions: int) -> Stages:
-    """Tunes every placement at every batch size, then runs each at its best rate on all seeds."""
-    arms_tuned = yield from tune(sweep, arms(sweep), extensions)
-    yield [narrowed(sweep, tuned.arm, [tuned.best], sweep.seeds) for tuned in arms_tuned]
-
-
 def analyse(folder: RunSet, path: str) -> list[Finding]:
     by_arm = analysis.grouped(folder.runs, lambda run: (run.batch_size, str(run.optimizer)))
-    at_best = {}
-    for arm, runs in by_arm.items():
-        best = analysis.best_rate(runs)
-        if best is not None:
-            at_best[arm] = [run for run in runs if run.finished and analysis.rate_of(run) == best]
+    at_best = analysis.at_best_rate(by_arm)
     findings = [_order_finding(by_arm, at_best)] if at_best else []
     return [*findings, *_snr_finding(at_best), *_signs_finding(path)]
 
@@ -66,9 +53,8 @@ def _order_finding(by_arm: dict[Any, list[LoadedRun]], at_best: dict[Any, list[L
         for name in ranked:
             m, difference = analysis.final(here[name]), analysis.paired(here[name], latest)
             edge = analysis.on_edge(by_arm[size, name], analysis.rate_of(here[name][0]))
-            less = f"{difference.mean:+.4f} ({analysis.interval(difference)})" if difference.count else "–"
             rows.append([size, name, analysis.number(here[name][0].learning_rate, 5), "yes" if edge else "no",
-                         analysis.number(m.mean), analysis.interval(m), m.count, less])  # fmt: skip
+                         analysis.number(m.mean), analysis.interval(m), m.count, analysis.signed(difference)])  # fmt: skip
         texts.append(f"batch size {size}: {_ordered(ranked, here)}")
     edges = [f"{row[1]} at {row[0]}" for row in rows if row[3] == "yes"]
     text = (
@@ -78,8 +64,7 @@ def _order_finding(by_arm: dict[Any, list[LoadedRun]], at_best: dict[Any, list[L
     text += f" On the edge of its grid is the best rate of {', '.join(edges)}." if edges else ""
     columns = ["batch size", "optimizer", "best rate", "on the edge", "validation loss", "interval", "seeds",
                f"less {_LATEST}'s"]  # fmt: skip
-    table = {"columns": columns, "rows": rows}
-    return {"title": "Which placement ends lowest", "text": text, "paper": _PAPER, "table": table, "plot": "basins"}
+    return analysis.finding("Which placement ends lowest", text, columns, rows, paper=_PAPER, plot="basins")
 
 
 def _ordered(ranked: Sequence[str], here: dict[str, list[LoadedRun]]) -> str:
@@ -113,16 +98,9 @@ def _snr_finding(at_best: dict[Any, list[LoadedRun]]) -> list[Finding]:
         "Measured is the signal-to-noise ratio s of one example's gradient, all coordinates together, late in the runs "
         "(monitor, moving averages). With it the argument predicts what enters the sign, and the expected direction."
     )
-    columns = [
-        "batch size",
-        "optimizer",
-        "s measured",
-        "interval",
-        "predicted to enter the sign",
-        "predicted direction",
-    ]
-    table = {"columns": columns, "rows": rows}
-    return [{"title": "Signal to noise", "text": text, "paper": _OURS, "table": table, "plot": "snr"}]
+    columns = ["batch size", "optimizer", "s measured", "interval", "predicted to enter the sign",
+               "predicted direction"]  # fmt: skip
+    return [analysis.finding("Signal to noise", text, columns, rows, paper=_OURS, plot="snr")]
 
 
 def _averaged(run: LoadedRun) -> float:
@@ -136,10 +114,8 @@ def _averaged(run: LoadedRun) -> float:
 
 def _signs_finding(path: str) -> list[Finding]:
     """The direct measurement, if it was made."""
-    try:
-        with open(os.path.join(path, FILE), encoding="utf-8") as f:
-            saved = json.load(f)
-    except (FileNotFoundError, ValueError):
+    saved = notes(path, FILE)
+    if not saved:
         return []
     rows, texts = [], []
     for entry in saved["measured"]:
@@ -158,18 +134,9 @@ def _signs_finding(path: str) -> list[Finding]:
         "normal gradients with each coordinate's own ratio, and with one ratio for all. Coordinates in which most single "
         f"examples point away from the expected gradient: {', '.join(texts)}."
     )
-    columns = [
-        "step",
-        "sign of the",
-        "batch size",
-        "k",
-        "ratio, pooled",
-        "measured",
-        "predicted",
-        "predicted, one ratio",
-    ]
-    table = {"columns": columns, "rows": rows}
-    return [{"title": "The argument, measured", "text": text, "paper": _OURS, "table": table}]
+    columns = ["step", "sign of the", "batch size", "k", "ratio, pooled", "measured", "predicted",
+               "predicted, one ratio"]  # fmt: skip
+    return [analysis.finding("The argument, measured", text, columns, rows, paper=_OURS)]
 
 
 # --- measured directly ------------------------------------------------------------------------------------------------
@@ -184,16 +151,14 @@ def _signs_finding(path: str) -> list[Finding]:
 
 def measure(plan: Plan, folder: str, quick: bool) -> None:
     """Trains one configuration of the sweep and measures on the way; nothing is done where the file is there."""
-    path = os.path.join(folder, FILE)
-    if os.path.exists(path):
+    if os.path.exists(os.path.join(folder, FILE)):
         return
     size = plan.sweep.base_batch_size or plan.runs[0].batch_size
     # The last seed was run at the best rate alone.
     run = min(plan.runs, key=lambda r: (r.batch_size != size, "sign_ema" not in r.name, -r.seed))
     print(f"measuring signs in the training {run.name}", flush=True)
     sizes = sorted({r.batch_size for r in plan.runs})
-    measured = along_training(run, sizes, examples=512 if quick else 4096)
-    write_atomically(path, json.dumps(measured, indent=1) + "\n")
+    save(folder, FILE, along_training(run, sizes, examples=512 if quick else 4096))
 
 
 def along_training(run: Run, sizes: Sequence[int], examples: int) -> dict[str, Any]:
@@ -202,11 +167,7 @@ def along_training(run: Run, sizes: Sequence[int], examples: int) -> dict[str, A
     from perex_t5x.train import Training
     from perex_t5x.utils import CheckpointConfig
 
-    with (
-        plan.quiet_logging(),
-        tempfile.TemporaryDirectory() as scratch,
-        ThreadPoolExecutor(1) as compiler,
-    ):
+    with plan.quiet_logging(), tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(1) as compiler:
         plan.parse_configuration(run.files, run.bindings, run.search_paths, scratch)
         base = scaling.read_settings()
         warmup = base.steps["warmup_steps"].value if "warmup_steps" in base.steps else max(1, base.train_steps // 10)
@@ -322,7 +283,7 @@ def agreement(gradients_NxC: np.ndarray, ks: Mapping[str, int], draws: int = _DR
 
 STUDY = Study(
     "sign_placement",
-    stages,
+    tune_then_run,
     analyse,
     quick=["batch_sizes = [16]", "rate_factors = [1.0, 2.0, 4.0]", "seeds = [0, 1, 2]"],
     quick_gin=["TRAIN_STEPS = 40", "WARMUP_STEPS = 8", "EVAL_PERIOD = 20", "EVAL_STEPS = 8", "MONITOR_PERIOD = 8"],

@@ -71,13 +71,7 @@ def _collapse_finding(panels: Sequence[Panel]) -> Finding:
     columns = ["rule", "collapse number", "interval", "sd across batch sizes", "sd across seeds",
                "sd across batch sizes, times sqrt's"]  # fmt: skip
     title = f"Closest under the {best.label} rule"
-    return {
-        "title": title,
-        "text": text,
-        "paper": _PAPER,
-        "table": {"columns": columns, "rows": rows},
-        "plot": "collapse",
-    }
+    return analysis.finding(title, text, columns, rows, paper=_PAPER, plot="collapse")
 
 
 def _collapse(panel: Panel, runs: Sequence[LoadedRun]) -> Any:
@@ -149,8 +143,8 @@ def _range_finding(panels: Sequence[Panel]) -> list[Finding]:
         f"Collapse numbers of the batch sizes from {sizes[0]} to ... At most 1, so that batch sizes differ no more than "
         f"seeds do: {', '.join(said) or 'nowhere'}."
     )
-    table = {"columns": ["rule", *(f"to {end}" for end in ends)], "rows": rows}
-    return [{"title": "How far each rule reaches", "text": text, "paper": _PAPER, "table": table, "plot": "collapse"}]
+    columns = ["rule", *(f"to {end}" for end in ends)]
+    return [analysis.finding("How far each rule reaches", text, columns, rows, paper=_PAPER, plot="collapse")]
 
 
 def _where_finding(panels: Sequence[Panel]) -> Finding:
@@ -171,8 +165,7 @@ def _where_finding(panels: Sequence[Panel]) -> Finding:
         "shows here and not in the one number."
     )
     columns = ["rule", *(f"{share:.0%} of the examples" for share in shares)]
-    table = {"columns": columns, "rows": rows}
-    return {"title": "Where the curves part", "text": text, "table": table, "plot": "collapse"}
+    return analysis.finding("Where the curves part", text, columns, rows, plot="collapse")
 
 
 def _gaps(panel: Panel, low: int, high: int, examples: float) -> list[float]:
@@ -214,9 +207,8 @@ def _exponent_finding(runs: Sequence[LoadedRun]) -> list[Finding]:
         "through the lowest point of the basin and its neighbours."
     )
     columns = ["batch size", "best rate", "loss at the best rate tried", "on the edge"]
-    table = {"columns": columns, "rows": rows}
     title = f"The best rate grows as B^{slope:.2f}"
-    return [{"title": title, "text": text, "paper": "η ∝ √B.", "table": table, "plot": "basins"}]
+    return [analysis.finding(title, text, columns, rows, paper="η ∝ √B.", plot="basins")]
 
 
 def lowest(losses: dict[float, float]) -> float | None:
