@@ -22,8 +22,6 @@ from perex_t5x.experiments.sweep import Sweep, command
 from perex_t5x.experiments.sweep.runs import FAILED, absolute
 from perex_t5x.files import write_atomically
 
-_QUICK_EXTENSIONS = 1
-
 
 def define_flags() -> None:
     from absl import flags
@@ -71,7 +69,7 @@ def _run(args: Any, study: Any, folder: str) -> int:
     gin_command.load_training(args)
     quick = study.quick if args.quick else ()
     sweep = Sweep.load(study.file, [*quick, *args.sweep_bindings], args.gin_search_paths)
-    default = _QUICK_EXTENSIONS if args.quick else 4
+    default = 1 if args.quick else 4
     print(f"{study.name} in {folder}: {sweep.question}", flush=True)
     try:
         results = base.run_stages(
@@ -95,37 +93,29 @@ def _run(args: Any, study: Any, folder: str) -> int:
 
 def conclude(study: Any, folder: str) -> list[dict[str, Any]]:
     """Analyses the folder, writes findings.json and report.html into it, and prints what was found."""
-    from perex_t5x.experiments.report import load
+    from perex_t5x.experiments import report
 
     if not os.path.exists(os.path.join(folder, "sweep.json")):
         raise ConfigError(f"--dir={folder} holds no study yet: leave --analyse_only out.")
-    (loaded,) = load.load_folders([folder])
+    (loaded,) = report.load.load_folders([folder])
     if loaded.name != study.name:
         raise ConfigError(f"--dir={folder} holds the sweep {loaded.name!r}, not {study.name!r}. Choose another folder.")
     findings = study.analyse(loaded, absolute(folder))
     if not findings:
         findings = [{"title": "Nothing to say yet", "text": "Too few runs are finished for an answer."}]
-    write_atomically(
-        os.path.join(absolute(folder), "findings.json"), json.dumps(findings, indent=1, ensure_ascii=False)
-    )
+    text = json.dumps(findings, indent=1, ensure_ascii=False)
+    write_atomically(os.path.join(absolute(folder), "findings.json"), text)
     for finding in findings:
         print(f"\n{finding['title']}")
         print(textwrap.fill(finding.get("text", ""), 100, initial_indent="  ", subsequent_indent="  "))
     print(f"\nfindings  {folder}/findings.json")
     try:
-        print(f"report    {_page(study, folder)}")
+        page = report.make([folder], command=f"python -m perex_t5x.experiments.study {study.name} --dir={folder}")
+        write_atomically(os.path.join(absolute(folder), "report.html"), page)
+        print(f"report    {os.path.join(folder, 'report.html')}")
     except ConfigError as e:  # the package for plots is an extra
         print(f"no page: {e}")
     return findings
-
-
-def _page(study: Any, folder: str) -> str:
-    from perex_t5x.experiments import report
-
-    text = report.make([folder], command=f"python -m perex_t5x.experiments.study {study.name} --dir={folder}")
-    path = os.path.join(folder, "report.html")
-    write_atomically(os.path.join(absolute(folder), "report.html"), text)
-    return path
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ is in the page.
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import sys
@@ -30,14 +31,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Does not return."""
     given = sys.argv[1:] if argv is None else list(argv)
     command = shlex.join(["python", "-m", "perex_t5x.experiments.report", *given])
-    cli.run(
-        lambda args, dirs: _run(args, dirs, command),
-        __doc__,
-        ["report", *given],
-        flags=define_flags,
-        extra="reports",
-        positional=True,
-    )
+    run = functools.partial(_run, command=command)
+    cli.run(run, __doc__, ["report", *given], flags=define_flags, extra="reports", positional=True)
 
 
 def _run(args: Any, dirs: list[str], command: str) -> None:
@@ -53,9 +48,8 @@ def _run(args: Any, dirs: list[str], command: str) -> None:
         files.write_atomically(out, text)
     except OSError as e:
         raise ConfigError(f"--out={args.out}: cannot be written: {e.strerror or e}.") from e
-    print(
-        f"written: {args.out} ({len(text) / 1e6:.1f} MB)", *([f"and figures in {args.figures}"] if args.figures else [])
-    )
+    figures = f" and figures in {args.figures}" if args.figures else ""
+    print(f"written: {args.out} ({len(text) / 1e6:.1f} MB){figures}")
 
 
 if __name__ == "__main__":

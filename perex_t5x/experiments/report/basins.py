@@ -114,36 +114,26 @@ def _spec(ceiling: float) -> plot.Json:
     tooltip = plot.tooltip(
         ("run", "line"), ("learning rate", "rate", ".4g"), *losses, ("seeds", "n"), ("failed", "failed")
     )
-    inside = {"filter": f"isValid(datum.mean) && datum.mean <= {ceiling!r}"}
+    inside = f"isValid(datum.mean) && datum.mean <= {ceiling!r}"
     colour = plot.key_encoding(False)
+    span = {"y": {**y, "field": "low"}, "y2": {"field": "high"}, **colour}
     best = {"condition": {"test": "datum.best", "value": 160}, "value": 45}
     shape = {"condition": {"test": "datum.best", "value": "diamond"}, "value": "circle"}
+    point = {"y": mean, **colour, "size": best, "shape": shape, "tooltip": tooltip}
     cross = {"type": "point", "shape": "cross", "angle": 45, "size": 70, "filled": True}
+
+    def layer(mark: plot.Json, encoding: plot.Json, *filters: str) -> plot.Json:
+        return {"transform": [{"filter": test} for test in filters], "mark": mark, "encoding": encoding}
+
     return {
         "transform": plot.coloured(),
         "height": plot.HEIGHT,
         "encoding": {"x": x, "detail": {"field": "line", "type": "nominal"}},
         "layer": [
-            {
-                "transform": [inside],
-                "mark": {"type": "line", "strokeWidth": 2},
-                "encoding": {"y": mean, **plot.key_encoding()},
-            },
-            {
-                "transform": [inside, {"filter": "isValid(datum.low)"}],
-                "mark": {"type": "rule", "strokeWidth": 1.5},
-                "encoding": {"y": {**y, "field": "low"}, "y2": {"field": "high"}, **colour},
-            },
-            {
-                "transform": [inside],
-                "mark": {"type": "point", "filled": True, "opacity": 1},
-                "encoding": {"y": mean, **colour, "size": best, "shape": shape, "tooltip": tooltip},
-            },
-            {
-                "transform": [{"filter": "datum.failed > 0"}],
-                "mark": cross,
-                "encoding": {"y": {**y, "field": "ceiling"}, **colour, "tooltip": tooltip},
-            },
+            layer({"type": "line", "strokeWidth": 2}, {"y": mean, **plot.key_encoding()}, inside),
+            layer({"type": "rule", "strokeWidth": 1.5}, span, inside, "isValid(datum.low)"),
+            layer({"type": "point", "filled": True, "opacity": 1}, point, inside),
+            layer(cross, {"y": {**y, "field": "ceiling"}, **colour, "tooltip": tooltip}, "datum.failed > 0"),
         ],
     }
 

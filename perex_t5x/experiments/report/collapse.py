@@ -11,7 +11,7 @@ import numpy as np
 from perex_t5x.experiments.report import intervals
 from perex_t5x.experiments.report.basins import is_rate
 from perex_t5x.experiments.report.curves import curve_controls, curve_spec, longest_examples
-from perex_t5x.experiments.report.dataset import BATCH, RULE, Axis, Dataset, labelled, written
+from perex_t5x.experiments.report.dataset import BATCH, RULE, Axis, Dataset, grouped, labelled, written
 from perex_t5x.experiments.report.load import LoadedRun
 from perex_t5x.experiments.report.plot import Control, Json, LeftOut, Plot, coloured, in_panels, ordered_colours
 
@@ -79,11 +79,8 @@ def _panel(label: str, runs: list[LoadedRun]) -> Panel | None:
 
 
 def _best_rate(runs: list[LoadedRun], batch: int | None) -> float | None:
-    losses: dict[float | None, list[float]] = {}
-    for run in runs:
-        if run.batch_size == batch and run.finished:
-            losses.setdefault(run.learning_rate, []).append(run.final_loss)
-    return min(losses, key=lambda rate: np.mean(losses[rate])) if losses else None
+    by_rate = grouped((r for r in runs if r.batch_size == batch and r.finished), lambda r: r.learning_rate)
+    return min(by_rate, key=lambda rate: np.mean([r.final_loss for r in by_rate[rate]]), default=None)
 
 
 def collapse_plot(data: Dataset) -> Plot | LeftOut:

@@ -76,8 +76,8 @@ def _candidates(runs: Sequence[LoadedRun]) -> list[tuple[str, Callable[[LoadedRu
     ]
     for name in dict.fromkeys(axis for run in runs for axis in run.values):
         candidates.append((name, lambda run, name=name: run.values.get(name)))
-    plain = [run for run in runs if not run.values and run.config]
-    if plain and len(plain) == len(runs):  # a sweep says what its axes are; of other runs the configurations do
+    # A sweep says what its axes are; of other runs the configurations do.
+    if all(run.config and not run.values for run in runs):
         differing, _ = differences([run.config for run in runs])
         for name in differing:
             if not name.endswith(_SEED_BINDINGS):

@@ -61,6 +61,11 @@ class LoadedRun:
         """Done, with a finite final loss: what comparisons are made of."""
         return self.status == "done" and self.final_loss is not None
 
+    @property
+    def steps(self) -> int:
+        """The last one that was logged."""
+        return max((int(x[-1]) for x, _ in (self.training, self.evaluation) if len(x)), default=0)
+
     def examples(self, steps: np.ndarray) -> np.ndarray:
         return steps * float(self.batch_size or 1)
 
@@ -73,20 +78,17 @@ def read_run(folder: str, name: str, bindings: Mapping[str, str] | None = None) 
     run = LoadedRun(name)
     run.config = parse_gin(_text(os.path.join(folder, "config.gin"))) or dict(bindings or {})
     _from_config(run)
-    path = os.path.join(folder, "metrics.jsonl")
-    if os.path.exists(path):
-        _from_metrics(run, _text(path))
-    steps = max((int(x[-1]) for x, _ in (run.training, run.evaluation) if len(x)), default=0)
-    if steps:
+    _from_metrics(run, _text(os.path.join(folder, "metrics.jsonl")))
+    if run.steps:
         total = lookup(run.config, "TRAIN_STEPS", "train.total_steps")
-        run.status = "done" if isinstance(total, int) and steps >= total else "stopped"
+        run.status = "done" if isinstance(total, int) and run.steps >= total else "stopped"
     finite = run.evaluation[1][np.isfinite(run.evaluation[1])]
     if len(finite):
         run.best_loss = float(finite.min())
         last = float(run.evaluation[1][-1])
         run.final_loss = last if math.isfinite(last) else None
         if run.final_loss is None:
-            run.status, run.error = "failed", f"the validation loss at step {steps} is {last}"
+            run.status, run.error = "failed", f"the validation loss at step {run.steps} is {last}"
     return run
 
 
@@ -278,9 +280,7 @@ def _short(value: Any) -> Any:
 
 
 def _take_result(run: LoadedRun, row: dict[str, Any]) -> None:
-    """The sweep's own word on a run goes before what its metrics look like."""
-    if not row:
-        return
+    """The sweep's own word on a run, if there is one, goes before what its metrics look like."""
     run.status = str(row.get("status") or run.status)
     run.error = str(row.get("error") or run.error)
 
@@ -370,9 +370,7 @@ def lookup(config: Mapping[str, str], *names: str) -> Any:
 
 def _followed(config: Mapping[str, str], value: str) -> str:
     for _ in range(10):  # a macro may name another; a circle ends here
-        if not (value.startswith("%") and value[1:] in config):
-            break
-        value = config[value[1:]]
+        value = config.get(value[1:], value) if value.startswith("%") else value
     return value
 
 

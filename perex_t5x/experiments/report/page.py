@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
@@ -56,9 +57,7 @@ def _embedded(content: Any) -> str:
 
 
 def _counted(data: Dataset) -> str:
-    states: dict[str, int] = {}
-    for run in data.runs:
-        states[run.status] = states.get(run.status, 0) + 1
+    states = Counter(run.status for run in data.runs)
     parts = ", ".join(f"{count} {escape(status)}" for status, count in sorted(states.items()))
     return f"{len(data.runs)} run{'s' if len(data.runs) > 1 else ''}: {parts}."
 
@@ -143,10 +142,11 @@ def runs_table(data: Dataset) -> str:
 
 def _row(run: LoadedRun, own: list[str], rest: list[str], several: bool) -> str:
     error = f'<div class="reason">{escape(run.error)}</div>' if run.error else ""
+    state = run.status if run.status in ("done", "failed", "stopped", "waiting") else "other"
     cells = [
         *([_cell(escape(run.study), run.study)] if several else []),
         _cell(f'<span class="name">{escape(run.name)}</span>', run.name),
-        _cell(f'<span class="{_status_class(run.status)}">{escape(run.status)}</span>{error}', run.status),
+        _cell(f'<span class="{state}">{escape(run.status)}</span>{error}', run.status),
         *(_number(value, "{:.4f}") for value in (run.final_loss, run.best_loss)),
         _number(run.seconds, "{:.1f}"),
     ]
@@ -160,10 +160,6 @@ def _row(run: LoadedRun, own: list[str], rest: list[str], several: bool) -> str:
         shown = f"<details><summary>{len(here)} binding(s)</summary>{lines}</details>" if here else ""
         cells.append(_cell(shown, len(here)))
     return f"<tr>{''.join(cells)}</tr>"
-
-
-def _status_class(status: str) -> str:
-    return status if status in ("done", "failed", "stopped", "waiting") else "other"
 
 
 def _plain(value: str) -> str:

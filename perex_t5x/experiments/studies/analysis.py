@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from perex_t5x.experiments.report import intervals
-from perex_t5x.experiments.report.dataset import grouped
+from perex_t5x.experiments.report.dataset import Key, grouped
 from perex_t5x.experiments.report.intervals import Mean
 from perex_t5x.experiments.report.load import LoadedRun
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 def final(runs: Sequence[LoadedRun]) -> Mean:

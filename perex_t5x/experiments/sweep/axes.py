@@ -103,10 +103,9 @@ def parts(sweep: Sweep, problems: list[str]) -> list[Part]:
         collected += _axis(f"grid[{name!r}]", name, values, _is_value, _VALUE, problems)
         seen.add(name)
     collected += _zipped(sweep.zipped, seen, problems)
-    if isinstance(sweep.rule, str):
-        _axis("rule", RULE, [sweep.rule], _is_rule, _RULE, problems)
-    else:
-        collected += _axis("rule", RULE, sweep.rule, _is_rule, _RULE, problems)
+    one_rule = isinstance(sweep.rule, str)
+    rules = _axis("rule", RULE, [sweep.rule] if one_rule else sweep.rule, _is_rule, _RULE, problems)
+    collected += [] if one_rule else rules
     if sweep.batch_sizes is not None:
         collected += _axis("batch_sizes", BATCH_SIZE, sweep.batch_sizes, _is_count, "a positive whole number", problems)
     if sweep.learning_rates is not None and sweep.rate_factors is not None:

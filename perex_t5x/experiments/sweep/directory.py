@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 import fcntl
 import io
 import json
@@ -16,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perex_t5x.errors import ConfigError
+from perex_t5x.experiments.report import load
 from perex_t5x.experiments.sweep.runs import DONE, FAILED, Result, Run
 from perex_t5x.files import write_atomically
-from perex_t5x.metrics import loss_of
 
 if TYPE_CHECKING:
     from perex_t5x.experiments.sweep.plan import Plan
@@ -77,7 +78,7 @@ class Folder:
             if os.path.isdir(self.path("runs")) and os.listdir(self.path("runs")):
                 return [f"--dir={self.root} has a folder runs/, but no sweep.json. Choose another folder."]
             return []
-        current = plan.described()
+        current = json.loads(json.dumps(plan.described()))  # as the former one comes back
         another = f"--dir={self.root} holds another sweep"
         if former.get("name") != current["name"]:
             return [f"{another}, {former.get('name')!r}. Choose another folder."]
@@ -92,7 +93,7 @@ class Folder:
         known = {run["name"]: run for run in former.get("runs", [])}
         for run in current["runs"]:
             old = known.get(run["name"])
-            if old is not None and any(old.get(key) != _plain(run[key]) for key in ("values", "files", "bindings")):
+            if old is not None and any(old.get(key) != run[key] for key in ("values", "files", "bindings")):
                 problems.append(
                     f"{another}: its run {run['name']} is {'; '.join(old.get('bindings', []))}, and would now be "
                     f"{'; '.join(run['bindings'])}. Choose another folder."
@@ -138,7 +139,7 @@ class Folder:
         return Result(**known)
 
     def write_result(self, run: Run, result: Result) -> None:
-        everything = {**result.as_dict(), "batch_size": run.batch_size, "learning_rate": run.learning_rate}
+        everything = {**dataclasses.asdict(result), "batch_size": run.batch_size, "learning_rate": run.learning_rate}
         text = json.dumps({**everything, "seed": run.seed}, indent=1, ensure_ascii=False)
         write_atomically(self.path("runs", run.name, "result.json"), text + "\n")
 
@@ -161,49 +162,19 @@ class Folder:
 
 def result_of_metrics(run: Run, folder: str, seconds: float, status: str = DONE, error: str = "") -> Result:
     """The result of a run, read from its metrics.jsonl."""
-    train, evaluations = _read_metrics(os.path.join(folder, "metrics.jsonl"))
-    losses = [sum(of_tasks) / len(of_tasks) for _, of_tasks in sorted(evaluations.items())]
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    steps = max([train[0] if train else 0, *evaluations])
+    read = load.read_run(folder, run.name)
+    train_loss = float(read.training[1][-1]) if len(read.training[1]) else math.nan
     failed = status == FAILED
     return Result(
         name=run.name,
         status=status,
         final=True,
-        steps=steps,
-        examples_seen=steps * run.batch_size,
-        train_loss=train[1] if train and math.isfinite(train[1]) and not failed else None,
-        eval_loss=losses[-1] if losses and math.isfinite(losses[-1]) and not failed else None,
-        best_eval_loss=min(finite) if finite else None,
+        steps=read.steps,
+        examples_seen=read.steps * run.batch_size,
+        train_loss=train_loss if math.isfinite(train_loss) and not failed else None,
+        eval_loss=None if failed else read.final_loss,
+        best_eval_loss=read.best_loss,
         seconds=round(seconds, 3),
         error=error,
         values=dict(run.values),
     )
-
-
-def _read_metrics(path: str) -> tuple[tuple[int, float] | None, dict[int, list[float]]]:
-    """(step and loss of the last log line), {step: validation losses of the tasks}."""
-    train, evaluations = None, {}
-    try:
-        with open(path, encoding="utf-8") as f:
-            lines = f.readlines()
-    except FileNotFoundError:
-        return None, {}
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # half-written
-        loss = loss_of(row)
-        if loss is None:
-            continue
-        if row["name"] == "train":
-            train = row["step"], loss
-        elif row["name"].startswith("training_eval/"):
-            evaluations.setdefault(row["step"], []).append(loss)
-    return train, evaluations
-
-
-def _plain(value: Any) -> Any:
-    """A value as it comes back from JSON."""
-    return json.loads(json.dumps(value))

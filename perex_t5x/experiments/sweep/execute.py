@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
-from perex_t5x.errors import ConfigError
-from perex_t5x.experiments.sweep.directory import Folder
-from perex_t5x.experiments.sweep.overview import Overview
-from perex_t5x.experiments.sweep.runs import WAITING, Result, Run, absolute
-
-if TYPE_CHECKING:
-    from perex_t5x.experiments.sweep.plan import Plan
-import json
-import time
-from collections.abc import Callable
-
 from perex_t5x.cli import status as status_lib
 from perex_t5x.cli import subprocesses
 from perex_t5x.cli.status import Status
-from perex_t5x.errors import Reason
-from perex_t5x.experiments.sweep import directory
-from perex_t5x.experiments.sweep.runs import FAILED, STOPPED
+from perex_t5x.errors import ConfigError, Reason
+from perex_t5x.experiments.sweep.directory import Folder, result_of_metrics
+from perex_t5x.experiments.sweep.overview import Overview
+from perex_t5x.experiments.sweep.runs import FAILED, STOPPED, WAITING, Result, Run, absolute
 from perex_t5x.metrics import loss_of
+
+if TYPE_CHECKING:
+    from perex_t5x.experiments.sweep.plan import Plan
 
 
 def run(
@@ -57,7 +52,7 @@ def run(
       only: a regular expression; runs whose names do not match are left for later.
       overview: a stream for the live overview; None: stderr.
       programs: a dictionary that keeps what `together` compiles, for a later call in this process.
-      child: what starts a run, in place of `processes.RunProcess`, such as a work unit of XManager.
+      child: what starts a run, in place of `RunProcess`, such as a work unit of XManager.
 
     Raises:
       ConfigError: the folder holds another sweep, or one that is running.
@@ -103,7 +98,10 @@ def run(
         directory.write_results(described, results)
         with Overview(chosen, results, stream=overview) as show, asking_to_stop(stop):
             if together:
-                _run_together(todo, folder, show, finished, parallel, stop, programs)
+                from perex_t5x.experiments.sweep import in_process
+
+                _use_compilation_cache(folder)
+                in_process.run_all(todo, folder, show, finished, parallel, stop, programs)
             else:
                 run_all(todo, folder, show, finished, parallel, stop, child or RunProcess)
         if stop.is_set():
@@ -114,25 +112,13 @@ def run(
     return [results.get(r.name) or Result(r.name, WAITING, values=r.values) for r in plan.runs]
 
 
-def _run_together(
-    todo: Sequence[Run],
-    folder: str,
-    show: Overview,
-    finished: Any,
-    parallel: int,
-    stop: threading.Event,
-    programs: dict[str, Any] | None,
-) -> None:
+def _use_compilation_cache(folder: str) -> None:
     import jax
-
-    from perex_t5x.experiments.sweep import in_process
 
     # Programs for several fake devices, read back from it, may crash: their collectives get mixed up.
     is_fake = jax.default_backend() == "cpu" and jax.device_count() > 1
     if jax.config.jax_compilation_cache_dir is None and not is_fake:
         jax.config.update("jax_compilation_cache_dir", os.path.join(folder, ".jax_cache"))
-    if todo:
-        in_process.run_all(todo, folder, show, finished, parallel, stop, programs)
 
 
 def chosen_runs(runs: Sequence[Run], only: str | None) -> list[Run]:
@@ -207,6 +193,12 @@ def copy_twin(directory: Folder, first: Run, twin: Run, result: Result) -> Resul
     return dataclasses.replace(result, name=twin.name, values=dict(twin.values), seconds=0.0)
 
 
+# --- runs as processes of their own, `python -m perex_t5x.train`, several at once -------------------------------------
+#
+# Each resumes from its own checkpoint. In its folder, log.txt has what it prints, metrics.jsonl how far it is, status.json
+# how it ended. The processes end with this one, however it ends.
+
+
 _PERIOD = 0.2  # seconds between looks
 
 
@@ -240,11 +232,11 @@ class RunProcess:
         """After its end."""
         status, seconds = self.process.status(), time.monotonic() - self._begun
         if status.reason is Reason.DONE:
-            return directory.result_of_metrics(self.run, self.folder, seconds)
+            return result_of_metrics(self.run, self.folder, seconds)
         if was_stopped(status):
             return Result(self.run.name, STOPPED, seconds=seconds, values=self.run.values)
         if status.reason is Reason.DIVERGED:
-            return directory.result_of_metrics(self.run, self.folder, seconds, FAILED, divergence(status))
+            return result_of_metrics(self.run, self.folder, seconds, FAILED, divergence(status))
         error = failure(status, self.log)
         return Result(self.run.name, FAILED, seconds=seconds, error=error, values=self.run.values)
 

@@ -6,6 +6,8 @@ each in a thread: the devices work while Python waits.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import threading
 import time
@@ -20,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from perex_t5x import train as train_script
-from perex_t5x.data.feed import Feed
 from perex_t5x.errors import ConfigError, DivergedError
 from perex_t5x.experiments.sweep import plan
 from perex_t5x.experiments.sweep.directory import result_of_metrics
@@ -51,15 +52,6 @@ class Shared:
     programs: train_script.Programs
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """What belongs to one run, read while Gin held its configuration."""
-
-    training: train_script.Training
-    feed: Feed
-    learning_rates: np.ndarray
-
-
 class _Group:
     """Runs with the same programs, which are compiled for the first of them and dropped after the last, unless kept."""
 
@@ -74,8 +66,8 @@ class _Group:
     def ready(self) -> bool:
         return self._shared is not None
 
-    def prepare(self, run: Run, root: str) -> tuple[_Prepared, train_script.Programs]:
-        """The run's own things, and the programs, compiled."""
+    def prepare(self, run: Run, root: str) -> Callable[..., Any]:
+        """`Training.run` of this run, with the compiled programs and what was read while Gin held its configuration."""
         with self._lock:
             self.making = not self.ready
             setup = self._shared.setup if self._shared is not None else None
@@ -85,13 +77,13 @@ class _Group:
                 _check(arguments)
                 training = train_script.Training(arguments, setup)
                 training.describe()
-                prepared = _Prepared(training, training.make_feed(), learning_rates(training))
+                feed, rates = training.make_feed(), learning_rates(training)
                 compile_all = None if self.ready else _lower(training)
             if compile_all is not None:
                 self._shared, self.making = Shared(training.setup, compile_all()), False
                 if self._kept is not None:
                     self._kept[self._name] = self._shared
-            return prepared, self._shared.programs
+            return functools.partial(training.run, self._shared.programs, feed, learning_rates=rates)
 
     def finished_one(self) -> None:
         self.left -= 1
@@ -178,16 +170,10 @@ def _run_one(group: _Group, run: Run, root: str, overview: Overview, stop: threa
     begun = time.monotonic()
     where = run.folder(root)
     try:
-        prepared, programs = group.prepare(run, root)
+        train = group.prepare(run, root)
         begun = time.monotonic()
-        prepared.training.run(
-            programs,
-            prepared.feed,
-            learning_rates=prepared.learning_rates,
-            progress=lambda first, last: _Progress(overview, run.name),
-            stop=stop,
-            saves_in_background=False,
-        )
+        progress = contextlib.nullcontext(_Progress(overview, run.name))
+        train(progress=lambda first, last: progress, stop=stop, saves_in_background=False)
         return result_of_metrics(run, where, time.monotonic() - begun)
     except KeyboardInterrupt:
         return Result(run.name, STOPPED, values=run.values)
@@ -201,17 +187,12 @@ def _run_one(group: _Group, run: Run, root: str, overview: Overview, stop: threa
         group.making = False
 
 
+@dataclass(frozen=True)
 class _Progress:
     """Shows a loop's progress in the sweep's overview."""
 
-    def __init__(self, overview: Overview, name: str):
-        self._overview, self._name = overview, name
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
+    overview: Overview
+    name: str
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        self._overview.progress(self._name, step, values.get("loss"))
+        self.overview.progress(self.name, step, values.get("loss"))

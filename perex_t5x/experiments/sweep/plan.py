@@ -89,7 +89,7 @@ def make(
         parse()
     except ConfigError as e:
         raise ConfigError(_numbered([*problems, str(e)])) from e
-    parts = _known_bindings(parts, sweep, parse, problems)
+    parts = _known_bindings(parts, parse, problems)
     runs = _runs(sweep, axes.product(parts), parse, problems)
     if check:
         _check_configurations(runs, problems)
@@ -139,7 +139,7 @@ class _Parser:
         parse_configuration(self.all_files(values), bindings, self.search_paths)
 
 
-def _known_bindings(parts: list[Any], sweep: Sweep, parse: _Parser, problems: list[str]) -> list[Any]:
+def _known_bindings(parts: list[Any], parse: _Parser, problems: list[str]) -> list[Any]:
     """The parts whose files and bindings Gin knows, each tried by itself."""
     kept = []
     for part in parts:
@@ -167,16 +167,14 @@ def _runs(sweep: Sweep, combinations: list[dict[str, Any]], parse: _Parser, prob
     bases: dict[tuple[Any, ...], scaling.BaseSettings] = {}
     runs = []
     for name, values in zip(axes.names(combinations), combinations, strict=True):
-        files, bindings = parse.all_files(values), parse.bindings(values)
+        configuration = parse.all_files(values), parse.bindings(values)
         try:
-            if (files, bindings) not in bases:
+            if configuration not in bases:
                 parse(values)
-                bases[files, bindings] = _checked_base(scaling.read_settings())
-            run = _run(name, values, sweep, bases[files, bindings], files, bindings, parse)
+                bases[configuration] = _checked_base(scaling.read_settings())
+            runs.append(_run(name, values, sweep, bases[configuration], parse))
         except ConfigError as e:
             problems.append(str(e))
-            continue
-        runs.append(run)
     return runs
 
 
@@ -187,15 +185,8 @@ def _checked_base(base: scaling.BaseSettings) -> scaling.BaseSettings:
     return base
 
 
-def _run(
-    name: str,
-    values: dict[str, Any],
-    sweep: Sweep,
-    base: scaling.BaseSettings,
-    files: tuple[str, ...],
-    bindings: tuple[str, ...],
-    parse: _Parser,
-) -> Run:
+def _run(name: str, values: dict[str, Any], sweep: Sweep, base: scaling.BaseSettings, parse: _Parser) -> Run:
+    files, bindings = parse.all_files(values), parse.bindings(values)
     base_batch_size = sweep.base_batch_size or base.batch_size.value
     base_rate = sweep.base_learning_rate or (base.rate.value if base.rate is not None else None)
     rate = values.get(axes.LEARNING_RATE, sweep.base_learning_rate)
@@ -203,19 +194,17 @@ def _run(
         if base_rate is None:
             raise ConfigError("rate_factors needs a base learning rate, and the configuration has none.")
         rate = base_rate * values[axes.RATE_FACTOR]
-    rule = values.get(axes.RULE, sweep.rules[0])
-    seed = values.get(axes.SEED, 0)
+    batch_size, seed = values.get(axes.BATCH_SIZE, base_batch_size), values.get(axes.SEED, 0)
     scaled = scaling.scale(
         base,
-        batch_size=values.get(axes.BATCH_SIZE, base_batch_size),
+        batch_size=batch_size,
         base_batch_size=base_batch_size,
-        rule=rule,
+        rule=values.get(axes.RULE, sweep.rules[0]),
         learning_rate=rate,
         seed=seed,
         weight_decay_rule=sweep.weight_decay_rule,
     )
     shared = (*parse.common, *bindings, *scaled.configuration)
-    batch_size = values.get(axes.BATCH_SIZE, base_batch_size)
     digest = hashlib.sha256(repr((files, shared)).encode()).hexdigest()[:16]
     return Run(
         name=name,
@@ -271,9 +260,8 @@ def dry_run(run: Run) -> str | None:
         except ConfigError as e:
             return cli.cleaned(str(e))
         except Exception as e:  # whatever a value of the wrong kind does inside an optimizer or a model
-            return (
-                f"{run.name} ({'; '.join(run.own_bindings)}) cannot be built: {type(e).__name__}: {cli.cleaned(str(e))}"
-            )
+            what = f"{run.name} ({'; '.join(run.own_bindings)})"
+            return f"{what} cannot be built: {type(e).__name__}: {cli.cleaned(str(e))}"
     return None
 
 
