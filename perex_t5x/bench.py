@@ -69,7 +69,7 @@ import optax
 from perex_t5x import loop
 from perex_t5x.checkpoints import Checkpointer
 from perex_t5x.cli.progress import Progress
-from perex_t5x.data.feed import Feed, make_feed
+from perex_t5x.data.feed import make_feed
 from perex_t5x.metrics import MetricsWriter, flops_per_step, model_flops_utilization
 from perex_t5x.models import protocol
 from perex_t5x.partitioning import PjitPartitioner
@@ -78,8 +78,6 @@ from perex_t5x.trainer import Trainer, TrainState
 from perex_t5x.utils import DatasetConfig
 
 _Name = TypeVar("_Name")
-_TURN_SECONDS = 0.2  # of steps in one turn of a `TimedStep`, about
-_TURN_BATCHES = 4
 
 
 def in_turns(measures: Mapping[_Name, Callable[[], float]], rounds: int) -> dict[_Name, list[float]]:
@@ -126,8 +124,10 @@ def benchmark(
     if dry_run:
         print("dry run: the configuration is fine.")
         return {}
-    setup, feed = _set_up(trainer, dataset_cfg)
-    step_fn, compile_seconds = timed(lambda: trainer.compiled_step(setup.shapes, setup.shardings, setup.spec))
+    feed = make_feed(dataset_cfg, protocol.feature_converter_cls(model))
+    spec = feed.element_spec
+    setup = Setup(trainer, spec, *trainer.abstract_state({k: v.shape for k, v in spec.items()}))
+    step_fn, compile_seconds = timed(lambda: trainer.compiled_step(setup.shapes, setup.shardings, spec))
     framework = _framework_rounds(trainer, step_fn, feed, setup.init(jax.random.key(0)), steps)
     bare = _bare_rounds(trainer, feed, setup.init(jax.random.key(0)), setup.shardings, steps)
     next(framework), next(bare)  # warm up
@@ -136,10 +136,10 @@ def benchmark(
     bare.close()
 
     step_seconds, bare_seconds = (statistics.median(times[kind]) for kind in ("framework", "bare"))
-    batch_size, *lengths = next(iter(setup.spec.values())).shape
+    batch_size, *lengths = next(iter(spec.values())).shape
     length = lengths[0] if lengths else 1
     devices = partitioner.mesh.devices
-    flops = flops_per_step(model, setup.spec)
+    flops = flops_per_step(model, spec)
     result = {
         "name": name,
         "platform": devices.flat[0].platform,
@@ -161,12 +161,6 @@ def benchmark(
     }
     print(json.dumps(result))
     return result
-
-
-def _set_up(trainer: Trainer, dataset_cfg: DatasetConfig) -> tuple[Setup, Feed]:
-    feed = make_feed(dataset_cfg, protocol.feature_converter_cls(trainer.model))
-    spec = feed.element_spec
-    return Setup(trainer, spec, *trainer.abstract_state({k: v.shape for k, v in spec.items()})), feed
 
 
 def _framework_rounds(trainer: Trainer, step_fn: Any, feed: Any, state: TrainState, steps: int) -> Iterator[float]:
@@ -203,9 +197,8 @@ def _bare_rounds(trainer: Trainer, feed: Any, state: TrainState, shardings: Trai
     optimizer = model.optimizer_def(learning_rate=1e-3) if plain else optax.adamw(1e-3)
 
     def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-        (loss, _), grads = jax.value_and_grad(model.loss_fn, has_aux=True)(
-            params, batch, None, model.loss_normalizer(batch)
-        )
+        gradient = jax.value_and_grad(model.loss_fn, has_aux=True)
+        (loss, _), grads = gradient(params, batch, None, model.loss_normalizer(batch))
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -214,48 +207,14 @@ def _bare_rounds(trainer: Trainer, feed: Any, state: TrainState, shardings: Trai
     with trainer.partitioner.constraints():
         params = state.params
         opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(params)
-        kept = (shardings.params, opt_shardings)
-        compiled = (
-            jax.jit(step, donate_argnums=(0, 1), out_shardings=(*kept, None))
-            .lower(params, opt_state, batches[0])
-            .compile()
-        )
+        jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(shardings.params, opt_shardings, None))
+        compiled = jitted.lower(params, opt_state, batches[0]).compile()
     while True:
         begun = time.monotonic()
         for batch in batches:
             params, opt_state, _ = compiled(params, opt_state, batch)
         jax.block_until_ready(params)
         yield time.monotonic() - begun
-
-
-class TimedStep:
-    """A trainer's compiled step with its state and a few batches, to be timed by `in_turns`.
-
-    Attributes:
-      temp_bytes: memory that the compiled step needs besides its arguments and results; None where not known.
-    """
-
-    def __init__(self, trainer: Trainer, dataset_cfg: DatasetConfig, seed: int):
-        setup, feed = _set_up(trainer, dataset_cfg)
-        self._step = trainer.compiled_step(setup.shapes, setup.shardings, setup.spec)
-        self._state = setup.init(jax.random.key(seed))
-        sharding = dict.fromkeys(setup.spec, trainer.partitioner.data_sharding)
-        self._batches = [feed.batch(i, sharding) for i in range(_TURN_BATCHES)]
-        self._steps = 1
-        self.temp_bytes = temp_bytes(self._step)
-
-    def warm_up(self) -> None:
-        """Also determines how many steps make a turn."""
-        self.seconds()
-        self._steps = max(2, round(_TURN_SECONDS / min(self.seconds() for _ in range(3))))
-
-    def seconds(self) -> float:
-        """Of one step, as a mean over a turn."""
-        begun = time.monotonic()
-        for i in range(self._steps):
-            self._state, _ = self._step(self._state, self._batches[i % _TURN_BATCHES])
-        jax.block_until_ready(self._state)
-        return (time.monotonic() - begun) / self._steps
 
 
 def temp_bytes(compiled: Any) -> int | None:

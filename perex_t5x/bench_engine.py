@@ -71,8 +71,7 @@ def _decoder(size: Size, scanned: bool) -> tuple[Callable[..., Any], Any, Any]:
             for i in range(n):
                 x_BxTxD, _ = layer(x_BxTxD, jax.tree.map(lambda w, i=i: w[i], params["layers"]))
         logits = (normalized(x_BxTxD, params["norm"]) @ params["logits"])[:, :-1]
-        targets = ids_BxT[:, 1:, None]
-        chosen = jnp.take_along_axis(logits, targets, axis=-1)[..., 0]
+        chosen = jnp.take_along_axis(logits, ids_BxT[:, 1:, None], axis=-1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
 
     ids = jax.random.randint(keys[6], (size.examples, size.length), 0, size.vocabulary)
@@ -122,12 +121,9 @@ def _programs(loss: Callable[..., Any], examples: int) -> dict[str, Callable[[in
             transform_fn=lambda g: (g, jax.tree.map(jnp.square, g)),
         )
 
-    def loop(micro: int | None) -> Callable[..., Any]:
-        return grad_statistics(loss, method="vmap", microbatch_size=1)
-
     return {
         "plain": plain,
-        "loop": loop,
+        "loop": lambda _: grad_statistics(loss, method="vmap", microbatch_size=1),
         "vmap": lambda micro: grad_statistics(loss, method="vmap", microbatch_size=micro),
         "micro_grad": micro_grad,
         "surgery": lambda micro: grad_statistics(loss, microbatch_size=micro),
@@ -159,8 +155,7 @@ def benchmark_engine(
     """
     for name in models:
         if name not in MODELS:
-            known = ", ".join(MODELS)
-            raise ConfigError(f"--engine={name}: not one of {known}.{did_you_mean(name, MODELS)}")
+            raise ConfigError(f"--engine={name}: not one of {', '.join(MODELS)}.{did_you_mean(name, MODELS)}")
     results = []
     for name in models:
         loss, params, batch = MODELS[name](Size(examples=examples, layers=layers))
@@ -184,10 +179,8 @@ def measure_engine(
     compile_seconds: dict[tuple[str, int | None], float] = {}
     for program, make in _programs(loss, examples).items():
         for micro in (None,) if program == "loop" else (None, *sizes):
-            lowered = jax.jit(make(micro)).lower
-            compiled[program, micro], compile_seconds[program, micro] = timed(
-                lambda lowered=lowered: lowered(params, batch).compile()
-            )
+            run, key = jax.jit(make(micro)), (program, micro)
+            compiled[key], compile_seconds[key] = timed(lambda run=run: run.lower(params, batch).compile())
 
     def seconds(key: tuple[str, int | None]) -> float:
         return timed(lambda: jax.block_until_ready(compiled[key](params, batch)))[1]
@@ -196,11 +189,11 @@ def measure_engine(
     in_turns(measures, 1)  # warm up
     times = in_turns(measures, rounds)
     median = {key: statistics.median(t) for key, t in times.items()}
-    best = {p: min((k for k in median if k[0] == p), key=median.get) for p in {k[0] for k in median}}
+    best = {p: min((k for k in median if k[0] == p), key=median.get) for p, _ in compiled}
     temp = {key: temp_bytes(program) for key, program in compiled.items()}
     rows = {}
-    for program in dict.fromkeys(k[0] for k in compiled):
-        whole, fastest = (program, None), best[program]
+    for program, fastest in best.items():
+        whole = (program, None)
         quartiles = statistics.quantiles(times[whole], n=4) if rounds > 1 else [median[whole]] * 3
         rows[program] = {
             "time_all_at_once": median[whole] / median["plain", None],
