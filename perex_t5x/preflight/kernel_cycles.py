@@ -39,7 +39,7 @@ import numpy as np
 from perex_t5x.hardware.chips import Chip
 from perex_t5x.per_example.kernels import matmul
 from perex_t5x.preflight.hlo.program import Program
-from perex_t5x.preflight.hlo.text import Instruction, shape_arrays
+from perex_t5x.preflight.hlo.text import Instruction, arrays, closing, numbers, shape_arrays
 
 if TYPE_CHECKING:
     from perex_t5x.preflight.report_cache import ReportCache
@@ -49,7 +49,6 @@ _log = logging.getLogger(__name__)
 _FLAGS = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=^final_bundles"
 _SECONDS = 900
 
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}\)")
 
 _BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*: ?>*\s*\{")
@@ -107,15 +106,7 @@ def _compile_apart(kernels: Sequence[Kernel], chip: Chip) -> list[int]:
         dump = Path(folder, "dump")
         own = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
         environment = own | {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} {_FLAGS}"}
-        command = [
-            sys.executable,
-            "-m",
-            __name__,
-            chip.smallest_topology,
-            str(kernels_path),
-            str(dump),
-            str(cycles_path),
-        ]
+        command = [sys.executable, "-m", __name__, chip.smallest_topology, kernels_path, dump, cycles_path]
         child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False)
         if child.returncode != 0:
             raise ValueError((child.stderr.strip().splitlines() or ["the compiler ended without a message"])[-1])
@@ -155,11 +146,18 @@ class Kernel:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Kernel:
-        def arrays(items: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-            return tuple((dtype, tuple(shape)) for dtype, shape in items)
+        return cls(**tuples(values))
 
-        changed = {name: arrays(values[name]) for name in ("operands", "results")}
-        return cls(**{**values, **changed, "aliases": tuple((a, b) for a, b in values["aliases"])})
+
+def tuples(value: Any) -> Any:
+    """A value from JSON with tuples in place of its lists, at every depth.
+
+    >>> tuples({"a": [1, [2, 3]]})
+    {'a': (1, (2, 3))}
+    """
+    if isinstance(value, dict):
+        return {name: tuples(inner) for name, inner in value.items()}
+    return tuple(tuples(inner) for inner in value) if isinstance(value, list) else value
 
 
 def kernel_of(instruction: Instruction) -> Kernel:
@@ -167,16 +165,15 @@ def kernel_of(instruction: Instruction) -> Kernel:
     attributes = instruction.attributes
     start = attributes.index("backend_config=") + len("backend_config=")
     config, _ = json.JSONDecoder().raw_decode(attributes, start)
-    operands, aliases = (
-        _list(attributes, name) for name in ("operand_layout_constraints", "output_to_operand_aliasing")
-    )
+    operands = _list(attributes, "operand_layout_constraints")
+    aliases = _list(attributes, "output_to_operand_aliasing")
     cost = config["custom_call_config"].get("cost_estimate", {})
     passed_on = {name: config[name] for name in ("custom_call_config", "scoped_memory_configs") if name in config}
     moved = sum(shape_arrays(operands)) + sum(shape_arrays(instruction.shape))
     return Kernel(
         name=re.sub(r"\.\d+$", "", instruction.name),
-        operands=_arrays(operands),
-        results=_arrays(instruction.shape),
+        operands=arrays(operands),
+        results=arrays(instruction.shape),
         config=json.dumps(passed_on, sort_keys=True),
         aliases=tuple((int(operand), int(result or 0)) for result, operand in _ALIAS.findall(aliases)),
         flops=int(cost.get("flops", 0)),
@@ -186,16 +183,8 @@ def kernel_of(instruction: Instruction) -> Kernel:
 
 def _list(attributes: str, name: str) -> str:
     """The text between the braces after this name; '' where the name is missing."""
-    _, opening, rest = attributes.partition(f"{name}={{")
-    depth, end = 1 if opening else 0, 0
-    while depth:
-        depth += {"{": 1, "}": -1}.get(rest[end], 0)
-        end += 1
-    return rest[: max(end - 1, 0)]
-
-
-def _arrays(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple((dtype, tuple(int(s) for s in sizes.split(",") if s)) for dtype, sizes in _ARRAY.findall(text))
+    match = re.search(rf"{name}=(?={{)", attributes)
+    return attributes[match.end() + 1 : closing(attributes, match.end())] if match else ""
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------
@@ -261,7 +250,7 @@ def parse_schedule(text: str) -> Schedule:
         # The grid's body is everything that the loop does, except for fetching and writing blocks.
         if widest is not None and 2 * (widest[1] - widest[0]) > last - first:
             body = widest
-    windows = dict.fromkeys((_sizes(block), _sizes(array)) for block, array in _WINDOW.findall(text))
+    windows = dict.fromkeys((numbers(block), numbers(array)) for block, array in _WINDOW.findall(text))
     return Schedule(len(lines), tuple(loops), tuple(s for s in skips if s != body), body, tuple(windows))
 
 
@@ -276,10 +265,6 @@ def _bundles(text: str) -> list[str]:
     return bundles
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split(",") if size)
-
-
 def chunks_of(schedule: Schedule) -> tuple[int, int]:
     """(examples, chunks of the sequence) of a kernel of `per_example.kernels.matmul`."""
     block, array = next((b, a) for b, a in schedule.windows if len(a) == 3)
@@ -292,9 +277,7 @@ def chunks_of(schedule: Schedule) -> tuple[int, int]:
 def schedule_cycles(kernel: Kernel, text: str) -> int:
     """Cycles of a kernel's schedule; for kernels that are not ours, conditional parts count at every step of the grid."""
     schedule = parse_schedule(text)
-    shares: Sequence[float] | None = None
-    if kernel.name == matmul.NAME:
-        shares = matmul.shares(*chunks_of(schedule))
+    shares = matmul.shares(*chunks_of(schedule)) if kernel.name == matmul.NAME else None
     return schedule.cycles(shares if shares is not None and len(shares) == len(schedule.parts) else None)
 
 

@@ -25,6 +25,7 @@ from perex_t5x import files
 from perex_t5x.hardware import chips
 from perex_t5x.preflight import step
 from perex_t5x.preflight.hlo.program import Collective
+from perex_t5x.preflight.kernel_cycles import tuples
 from perex_t5x.preflight.step import DoesNotFitError, StepReport
 
 if TYPE_CHECKING:
@@ -62,8 +63,7 @@ class ReportCache:
 
     def kernel_cycles(self, kernel: str, chip: str) -> int | None:
         """Cycles of a kernel's schedule on a chip; None where not known yet."""
-        values = self._read(_kernel_name(kernel, chip))
-        return None if values is None else values["cycles"]
+        return (self._read(_kernel_name(kernel, chip)) or {}).get("cycles")
 
     def keep_kernel_cycles(self, kernel: str, chip: str, cycles: int) -> None:
         self._write(_kernel_name(kernel, chip), {"cycles": cycles})
@@ -77,11 +77,9 @@ class ReportCache:
             return None
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
-        if self._folder is None:
-            return
-        # A full disk is no reason to lose the result.
-        with contextlib.suppress(OSError):
-            files.write_atomically(self._folder / name, json.dumps(values))
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # a full disk is no reason to lose the result
+                files.write_atomically(self._folder / name, json.dumps(values))
 
 
 def _kernel_name(kernel: str, chip: str) -> str:
@@ -122,14 +120,7 @@ def _to_json(report: StepReport) -> dict[str, Any]:
 
 
 def _from_json(values: Mapping[str, Any], mesh: Mesh) -> StepReport:
-    """The inverse of `_to_json`; JSON turns tuples into lists."""
-    collectives = tuple(
-        Collective(**{name: tuple(value) if isinstance(value, list) else value for name, value in c.items()})
-        for c in values["collectives"]
-    )
-    changed = {
-        "collectives": collectives,
-        "unestimated": tuple(values["unestimated"]),
-        "chip": chips.chip_of(mesh.devices.flat[0]),
-    }
-    return StepReport(**{**values, **changed})
+    """The inverse of `_to_json`."""
+    values = tuples(values)
+    collectives = tuple(Collective(**c) for c in values["collectives"])
+    return StepReport(**values | {"collectives": collectives, "chip": chips.chip_of(mesh.devices.flat[0])})

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
+from perex_t5x.preflight.hlo.text import numbers
+
 Groups = tuple[tuple[int, ...], ...]
 
-_LISTED = re.compile(r"replica_groups=\{(\{.*?\})?\}")
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})?\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:,? ?device_ids=\((.*?)\)(?= \{))? \{([^}]*)\}")
 _AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
-_PAIRS = re.compile(r"source_target_pairs=\{(\{.*?\})?\}")
 _BRACES = re.compile(r"\{([\d,]+)\}")
 
 
@@ -34,23 +35,16 @@ def parse_groups(attributes: str, num_devices: int) -> Groups:
     >>> parse_groups("replica_groups={}", 3)
     ((0, 1, 2),)
     """
-    for pattern in (_PAIRS, _LISTED):
-        listed = pattern.search(attributes)
-        if listed and listed[1]:
-            return tuple(_numbers(group) for group in _BRACES.findall(listed[1]))
-    iota = _IOTA.search(attributes)
-    if iota:
-        return _rows(_iota(iota[2], iota[3]).reshape(_numbers(iota[1])))
-    mesh = _MESH.search(attributes)
-    if mesh:
+    listed = _LISTED.search(attributes)
+    if listed and listed[1]:
+        return tuple(numbers(group) for group in _BRACES.findall(listed[1]))
+    if iota := _IOTA.search(attributes):
+        return _rows(_iota(iota[2], iota[3]).reshape(numbers(iota[1])))
+    if mesh := _MESH.search(attributes):
         return _mesh_groups(mesh[1], mesh[2], mesh[3])
-    if _LISTED.search(attributes) or "replica_groups=" not in attributes:
+    if listed or "replica_groups=" not in attributes:
         return (tuple(range(num_devices)),)
     raise ValueError(f"replica groups in an unknown notation: {attributes[:200]}")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(",") if n)
 
 
 def _rows(grid: np.ndarray) -> Groups:
@@ -59,33 +53,28 @@ def _rows(grid: np.ndarray) -> Groups:
 
 def _iota(sizes: str, order: str | None) -> np.ndarray:
     """`[2,4]T(1,0)`: the numbers from 0 in this shape, transposed."""
-    grid = np.arange(math.prod(_numbers(sizes))).reshape(_numbers(sizes))
-    return grid.transpose(_numbers(order)) if order else grid
+    grid = np.arange(math.prod(numbers(sizes))).reshape(numbers(sizes))
+    return grid.transpose(numbers(order)) if order else grid
 
 
 def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> Groups:
     """`mesh['a'=2,'b'=4] {'a'}`, where `'b':(2)2` stands for the part of size 2 of b that has 2 parts before it."""
     sizes = {name: int(size) for name, size, _, _ in _AXIS.findall(axes)}
-    parts = {name: [(1, 1)] for name in sizes}  # (parts before it, its size), in order
+    parts: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}  # (parts before it, its size), in order
     for name, _, before, size in _AXIS.findall(grouped):
         parts[name].append((int(before or 1), int(size or sizes[name])))
-    shape: list[int] = []
-    chosen: list[int] = []
-    places = {}
+    shape, places = [], {}
     for name, size in sizes.items():
         done = 1
-        for before, part in sorted(parts[name][1:]):
+        for before, part in sorted(parts[name]):
             if before > done:
                 shape.append(before // done)
             places[name, before] = len(shape)
             shape.append(part)
             done = before * part
         shape.append(size // done)
-    for name, _, before, _ in _AXIS.findall(grouped):
-        chosen.append(places[name, int(before or 1)])
-    ids = np.arange(math.prod(sizes.values()))
-    if device_ids:
-        ids = _device_ids(device_ids)
+    chosen = [places[name, int(before or 1)] for name, _, before, _ in _AXIS.findall(grouped)]
+    ids = _device_ids(device_ids) if device_ids else np.arange(math.prod(sizes.values()))
     rest = [i for i in range(len(shape)) if i not in chosen]
     grid = ids.reshape(shape).transpose(*rest, *chosen)
     return _rows(grid.reshape(-1, math.prod(shape[i] for i in chosen)))
@@ -93,7 +82,7 @@ def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> Groups:
 
 def _device_ids(text: str) -> np.ndarray:
     iota = re.fullmatch(r"\[?([\d,]+)\]?T\(([\d,]+)\)", text)
-    return _iota(iota[1], iota[2]).reshape(-1) if iota else np.array(_numbers(text))
+    return _iota(iota[1], iota[2]).reshape(-1) if iota else np.array(numbers(text))
 
 
 def mesh_axes(groups: Groups, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
@@ -103,14 +92,8 @@ def mesh_axes(groups: Groups, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
     ('data',)
     """
     sizes = tuple(mesh_shape.values())
-    differ = [False] * len(sizes)
+    differ = np.zeros(len(sizes), bool)
     for group in groups:
         places = np.stack(np.unravel_index(np.asarray(group), sizes))
-        for i, row in enumerate(places):
-            differ[i] |= bool(np.any(row != row[0]))
+        differ |= np.any(places != places[:, :1], axis=1)
     return tuple(name for name, does in zip(mesh_shape, differ, strict=True) if does)
-
-
-def slices_joined(groups: Groups, slice_of: Sequence[int]) -> bool:
-    """Whether any group has devices of several slices; `slice_of` has the slice of every device of the mesh."""
-    return any(len({slice_of[i] for i in group}) > 1 for group in groups)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from perex_t5x.preflight.hlo.text import Computation, Instruction
 
@@ -25,8 +26,7 @@ class Frame:
     parent: Frame | None = None
 
 
-@dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     """Where a value comes from: an instruction of a frame, and the element of its tuple."""
 
     frame: Frame
@@ -113,8 +113,7 @@ class TripCounts:
 
     def _value(self, frame: Frame, name: str, path: tuple[int, ...] = ()) -> int | None:
         """An integer that is known from the text alone; None otherwise."""
-        source = self._source(frame, name, path)
-        frame, instruction, path = source.frame, source.instruction, source.path
+        frame, instruction, path = self._source(frame, name, path)
         if instruction.opcode == "constant":
             return int(instruction.literal) if instruction.literal.lstrip("-").isdigit() else None
         if instruction.opcode in ("add", "subtract", "multiply") and not path:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from jax.sharding import Mesh
 
-from perex_t5x.preflight.hlo.groups import Groups, mesh_axes, parse_groups, slices_joined
+from perex_t5x.preflight.hlo.groups import Groups, mesh_axes, parse_groups
 from perex_t5x.preflight.hlo.loops import Frame, TripCounts
-from perex_t5x.preflight.hlo.text import Instruction, parse_computations, shape_arrays
+from perex_t5x.preflight.hlo.text import Instruction, arrays, parse_computations, shape_arrays
 
 KINDS = (
     "all-reduce",
@@ -125,10 +125,8 @@ class Program:
                 if fusions:
                     yield from self._inner(frame, loops, instruction, instruction)
                 continue
-            inside = loops
-            if instruction.opcode == "while":
-                inside = (*loops, self._trips.of(frame, instruction))
-            for _, name in _run_by(instruction, offloaded):
+            inside = (*loops, self._trips.of(frame, instruction)) if instruction.opcode == "while" else loops
+            for name in _run_by(instruction, offloaded):
                 yield from self._executed(self._trips.enter(frame, instruction, name), inside, fusions, offloaded)
 
     def _inner(self, frame: Frame, loops: tuple, caller: Instruction, fusion: Instruction) -> Iterator[Executed]:
@@ -152,7 +150,7 @@ class Program:
         total = 0
         for instruction in frame.computation:
             own = _estimate(instruction)
-            inner = [self._trips.enter(frame, instruction, name) for _, name in _run_by(instruction)]
+            inner = [self._trips.enter(frame, instruction, name) for name in _run_by(instruction)]
             called = [self._cycles(computation, kernels) for computation in inner]
             if own is not None:
                 total += own
@@ -202,12 +200,11 @@ class Program:
         if '"async_collective_fusion_config"' in attributes and '"flag_start":"-1"' not in attributes:
             return None  # the middle or the end of one that another fusion started
         groups = parse_groups(attributes, self.num_partitions)
+        computation, names = e.frame.computation, instruction.operands
         if kind == "all-reduce" and _is_scattered(e):
             # Of the fusion's operand: inside it is padded.
-            outer, kind = e.frame.parent.computation, "reduce-scatter"
-            return self._make(e, kind, [outer[name] for name in e.frame.caller.operands], *numbers.of(groups, kind))
-        operands = [e.frame.computation[name] for name in instruction.operands]
-        return self._make(e, kind, operands, *numbers.of(groups, kind))
+            kind, computation, names = "reduce-scatter", e.frame.parent.computation, e.frame.caller.operands
+        return self._make(e, kind, [computation[name] for name in names], *numbers.of(groups, kind))
 
     def _make(
         self, e: Executed, kind: str, operands: list[Instruction], joined: tuple[tuple[str, ...], int], network: str
@@ -226,7 +223,7 @@ class Program:
             executions=e.executions,
             network=network,
             group_size=group_size,
-            dtypes=tuple(sorted({kind for shape in shapes for kind in re.findall(r"([a-z]\w*)\[", shape)})),
+            dtypes=tuple(sorted({dtype for shape in shapes for dtype, _ in arrays(shape)})),
             part_of=_WINDOWED_KINDS[windowed[1]] if windowed and kind == "collective-permute" else "",
             op_name=e.instruction.op_name or (e.fusion.op_name if e.fusion else ""),
         )
@@ -253,7 +250,7 @@ class _DeviceNumbers:
         if self._mesh is None:
             return ((), size), ""
         groups = tuple(tuple(self._members[i] for i in group) for group in groups)
-        crosses = slices_joined(groups, self._slice_of)
+        crosses = any(len({self._slice_of[i] for i in group}) > 1 for group in groups)
         network = "" if not self._on_tpu else DCN if crosses else ICI
         return (mesh_axes(groups, self._mesh.shape), size), network
 
@@ -278,11 +275,11 @@ def _has_no_estimate(instruction: Instruction) -> bool:
     return "kind=kCustom" in instruction.attributes or f'"estimated_cycles":"{_NO_ESTIMATE}"' in instruction.attributes
 
 
-def _run_by(instruction: Instruction, offloaded: bool = False) -> list[tuple[str, str]]:
-    """(role, computation) of the computations that an instruction runs; not the functions of a reduction."""
+def _run_by(instruction: Instruction, offloaded: bool = False) -> list[str]:
+    """The computations that an instruction runs; not the functions of a reduction."""
     opcodes = ("while", "call", "conditional", "async-start", "custom-call")
     if instruction.opcode in (*opcodes, *(_OFFLOADED if offloaded else ())):
-        return [(role, name) for role, name in instruction.called]
+        return [name for _, name in instruction.called]
     return []
 
 

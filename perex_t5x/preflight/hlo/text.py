@@ -48,7 +48,7 @@ class Instruction:
     @functools.cached_property
     def called(self) -> tuple[tuple[str, str], ...]:
         """(role, computation) pairs: ('body', 'region_0.5'), ('calls', 'fused_computation.3'), ..."""
-        called = [(role, name) for role, name in _CALLED.findall(self.attributes)]
+        called = _CALLED.findall(self.attributes)
         for role, names in _CALLED_LISTS.findall(self.attributes):
             called += [(role, name.strip().lstrip("%")) for name in names.split(",") if name.strip()]
         return tuple(called)
@@ -126,9 +126,9 @@ def _logical_lines(text: str) -> Iterator[str]:
 
 
 def _instruction(name: str, rest: str) -> Instruction:
-    shape_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    shape_end = closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     opcode_end = rest.index("(", shape_end)
-    arguments_end = _closing(rest, opcode_end)
+    arguments_end = closing(rest, opcode_end)
     opcode = rest[shape_end:opcode_end].strip()
     arguments = rest[opcode_end + 1 : arguments_end]
     is_leaf = opcode in ("constant", "parameter")
@@ -138,14 +138,29 @@ def _instruction(name: str, rest: str) -> Instruction:
     )
 
 
-def _closing(text: str, start: int) -> int:
+def closing(text: str, start: int) -> int:
     """Index of the bracket that closes the one at `start`."""
     depth = 0
-    for match in re.compile(r"[()]").finditer(text, start):
-        depth += 1 if match[0] == "(" else -1
+    for match in re.compile({"(": r"[()]", "{": r"[{}]"}[text[start]]).finditer(text, start):
+        depth += 1 if match[0] == text[start] else -1
         if depth == 0:
             return match.start()
     raise ValueError(f"unbalanced brackets in {text[:200]!r}")
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Of a list such as '4,2' or ''."""
+    return tuple(int(n) for n in text.split(",") if n)
+
+
+def arrays(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(type, sizes) of each array of a shape; of a size that varies, its limit.
+
+    >>> arrays("(bf16[8,128]{1,0:T(8,128)(2,1)}, f32[], s32[<=4])")
+    (('bf16', (8, 128)), ('f32', ()), ('s32', (4,)))
+    """
+    # Layouts are in braces and may contain T(8,128), never square brackets, which enclose sizes.
+    return tuple((kind, numbers(sizes.replace("<=", ""))) for kind, sizes in _ARRAY.findall(shape))
 
 
 def shape_arrays(shape: str) -> list[int]:
@@ -154,13 +169,7 @@ def shape_arrays(shape: str) -> list[int]:
     >>> shape_arrays("(bf16[8,128]{1,0:T(8,128)(2,1)}, f32[], token[])")
     [2048, 4]
     """
-    # Layouts are in braces and may contain T(8,128), never square brackets, which enclose sizes.
-    arrays = [(kind, _num_elements(sizes)) for kind, sizes in _ARRAY.findall(shape)]
-    return [-(-bits * count // 8) for kind, count in arrays if (bits := _bits(kind))]
-
-
-def _num_elements(sizes: str) -> int:
-    return math.prod(int(size.removeprefix("<=")) for size in sizes.split(",") if size)
+    return [-(-bits * math.prod(sizes) // 8) for kind, sizes in arrays(shape) if (bits := _bits(kind))]
 
 
 def _bits(kind: str) -> int:
