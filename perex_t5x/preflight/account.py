@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -139,11 +140,10 @@ class PreflightReport:
 
     def traffic(self) -> dict[tuple[str, str, str], int]:
         """(network, kind, axes) -> bytes per step, largest first."""
-        totals: dict[tuple[str, str, str], int] = {}
+        totals: Counter[tuple[str, str, str]] = Counter()
         for c in self.step.collectives if self.step else ():
-            key = (c.network, c.kind_name, ", ".join(c.axes) or "-")
-            totals[key] = totals.get(key, 0) + c.bytes_per_step
-        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+            totals[c.network, c.kind_name, ", ".join(c.axes) or "-"] += c.bytes_per_step
+        return dict(totals.most_common())
 
     def network_bytes(self, network: str) -> int:
         """Bytes per step and device over 'ICI' or 'DCN'."""
@@ -151,30 +151,18 @@ class PreflightReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        report = self.step and dataclasses.asdict(self.step)
-        return {
-            "name": self.name,
+        own = ("name", "devices", "device_kind", "batch", "examples", "target_tokens", "statistics", "fits", "seconds")
+        rates = ("seconds_unhidden", "tokens_per_second", "mfu", "mfu_unhidden")
+        return {name: getattr(self, name) for name in (*own, *rates)} | {
             "topology": self.target.topology or None,
             "slices": self.target.slices,
-            "devices": self.devices,
-            "device_kind": self.device_kind,
-            "batch": self.batch,
-            "examples": self.examples,
-            "target_tokens": self.target_tokens,
-            "statistics": list(self.statistics),
-            "fits": self.fits,
             "refusal": self.refusal or None,
             "hbm_bytes": self.target.chip.hbm_bytes if self.target.chip else None,
             "peak_bytes": self.step.peak_bytes if self.step else None,
             "memory": self.memory_parts(),
             "cycles": (self.step.cycles or None) if self.step else None,
-            "seconds": self.seconds,
             "collective_seconds": self.collective_seconds(),
-            "seconds_unhidden": self.seconds_unhidden,
-            "tokens_per_second": self.tokens_per_second,
             "model_flops": self.flops,
-            "mfu": self.mfu,
-            "mfu_unhidden": self.mfu_unhidden,
             "unestimated": list(self.step.unestimated) if self.step else [],
             "overhead": self.plain
             and {
@@ -188,7 +176,7 @@ class PreflightReport:
                 {"network": network, "kind": kind, "axes": axes, "bytes": size}
                 for (network, kind, axes), size in self.traffic().items()
             ],
-            "collectives": report["collectives"] if report else [],
+            "collectives": [dataclasses.asdict(c) for c in self.step.collectives] if self.step else [],
             "coverage": [dataclasses.asdict(reduction) for reduction in self.reductions],
         }
 
@@ -209,11 +197,10 @@ def measure(
     is_plain = trainer.has_plain_gradient(shapes.params)
     with working(f"{name}: compiling the step for {target}"):
         report, refusal = _compiled(cache, trainer, spec)
-    compared = None
+    compared, reductions = None, ()
     if report is not None and not is_plain:
         with working(f"{name}: compiling the plain gradient's step"):
             compared, _ = _compiled(cache, plain_trainer(trainer), spec)
-    reductions: tuple[ParameterReduction, ...] = ()
     if not is_plain:
         with working(f"{name}: looking at each parameter"):
             reductions = reductions_of_step(trainer, spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -19,20 +20,11 @@ if TYPE_CHECKING:
     from perex_t5x.preflight.search import Search
 
 Line = tuple[str, list[str]]
+Row = tuple[str, ...]
 NONE = "-"
-REDUCTIONS_HEADER = ("parameter", "shape on a device", "reduction", "bytes held", "kernel", "note")
+_REDUCTIONS = ("parameter", "shape on a device", "reduction", "bytes held", "kernel", "note")
+_COLLECTIVES = ("collective", "axes", "where", "per step", "arrays", "type", "bytes each", "bytes per step", "over")
 _SMALL = 1000  # bytes
-COLLECTIVES_HEADER = (
-    "collective",
-    "axes",
-    "where",
-    "per step",
-    "arrays",
-    "type",
-    "bytes each",
-    "bytes per step",
-    "over",
-)
 _WIDTH = 160  # where the output is no terminal
 
 
@@ -43,8 +35,7 @@ def show(reports: Sequence[PreflightReport], searches: Sequence[Search], stream:
         console.print(escape(line), soft_wrap=True)
     top = _table("", *(r.name for r in reports))
     for label, cells in summary_lines(reports):
-        styled = [_styled(label, cell) for cell in cells]
-        top.add_row(escape(label), *styled)
+        top.add_row(escape(label), *(_styled(label, cell) for cell in cells))
     console.print(top)
     if any(r.plain for r in reports):
         console.print(f"Compared with {COMPARED}.", style="dim", soft_wrap=True)
@@ -55,25 +46,17 @@ def show(reports: Sequence[PreflightReport], searches: Sequence[Search], stream:
         console.print()
         for line in search.lines():
             console.print(escape(line), soft_wrap=True)
-    for report in reports:
-        _print_rows(console, f"collectives of {report.name}", COLLECTIVES_HEADER, rows_of(report))
-    for report in reports:
-        _print_rows(console, f"statistics of {report.name}", REDUCTIONS_HEADER, reduction_rows(report.reductions))
+    for title, header, rows in tables(reports):
+        console.print(f"\n{escape(title)}", style="bold", soft_wrap=True)
+        table = _table(*header)
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(table)
 
 
 def _styled(label: str, cell: str) -> str:
     colour = {"yes": "green", "no": "bold red"}.get(cell) if label == "fits" else None
     return f"[{colour}]{escape(cell)}[/]" if colour else escape(cell)
-
-
-def _print_rows(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    if not rows:
-        return
-    console.print(f"\n{escape(title)}", style="bold", soft_wrap=True)
-    table = _table(*header)
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    console.print(table)
 
 
 def _table(*header: str) -> Table:
@@ -91,17 +74,22 @@ def described(report: PreflightReport) -> str:
     return f"{report.target}, {report.devices} x {report.device_kind}: {report.batch}"
 
 
-def rows_of(report: PreflightReport) -> list[tuple[str, ...]]:
-    """`collective_rows` of a configuration; none where it does not fit."""
-    return collective_rows(report.step.collectives, report.loops) if report.step else []
+def tables(reports: Sequence[PreflightReport]) -> list[tuple[str, Row, list[Row]]]:
+    """(title, header, rows) of the collectives and the reductions of every configuration that has some."""
+    compiled = [r for r in reports if r.step]
+    collectives = [
+        (f"collectives of {r.name}", _COLLECTIVES, collective_rows(r.step.collectives, r.loops)) for r in compiled
+    ]
+    reductions = [(f"statistics of {r.name}", _REDUCTIONS, reduction_rows(r.reductions)) for r in reports]
+    return [table for table in (*collectives, *reductions) if table[2]]
 
 
 def summary_lines(reports: Sequence[PreflightReport]) -> list[Line]:
     """(label, one cell per configuration); labels of parts of the line above are indented."""
     lines: list[Line] = [
-        ("fits", [_fits(r) for r in reports]),
+        ("fits", [{True: "yes", False: "no", None: "not known: a CPU"}[r.fits] for r in reports]),
         ("HBM of a device", [_peak(r) for r in reports]),
-        *_by_key(reports, PreflightReport.memory_parts, format_bytes),
+        *_by_name([r.memory_parts() for r in reports]),
         ("statistics", [", ".join(r.statistics) for r in reports]),
         ("cycles per step", [_cell(r.step and r.step.cycles, short_count) for r in reports]),
         ("seconds per step, all collectives hidden", [_cell(r.seconds, "{:.3g} s".format) for r in reports]),
@@ -116,30 +104,21 @@ def summary_lines(reports: Sequence[PreflightReport]) -> list[Line]:
         label = f"collectives over {network}" if network else "collectives"
         if any(r.network_bytes(network) for r in reports):
             lines.append((label, [format_bytes(r.network_bytes(network)) for r in reports]))
-            lines += _by_key(reports, lambda r, network=network: _traffic(r, network), format_bytes)
+            lines += _by_name([_traffic(r, network) for r in reports])
     kernels = [len(r.step.unestimated) if r.step else 0 for r in reports]
     if any(kernels):
         lines.append(("instructions without an estimate", [str(n) for n in kernels]))
     return lines
 
 
-def _by_key(
-    reports: Sequence[PreflightReport],
-    parts_of: Callable[[PreflightReport], dict[str, int]],
-    write: Callable[[int], str],
-) -> list[Line]:
-    """A line for each part that a configuration has."""
-    parts = [parts_of(r) for r in reports]
+def _by_name(parts: Sequence[Mapping[str, int]]) -> list[Line]:
+    """A line for each name -> bytes of some configuration."""
     names = dict.fromkeys(name for part in parts for name in part)
-    return [(f"  {name}", [write(part[name]) if name in part else NONE for part in parts]) for name in names]
+    return [(f"  {name}", [format_bytes(part[name]) if name in part else NONE for part in parts]) for name in names]
 
 
 def _traffic(report: PreflightReport, network: str) -> dict[str, int]:
     return {f"{kind} over {axes}": size for (over, kind, axes), size in report.traffic().items() if over == network}
-
-
-def _fits(report: PreflightReport) -> str:
-    return {True: "yes", False: "no", None: "not known: a CPU"}[report.fits]
 
 
 def _peak(report: PreflightReport) -> str:
@@ -170,10 +149,7 @@ def _cell(value: Any, write: Callable[[Any], str]) -> str:
 
 def _span(low: float | None, high: float | None, write: Callable[[float], str]) -> str:
     """Between no collective hidden and all of them."""
-    if not low or not high:
-        return NONE
-    ends = dict.fromkeys((write(low), write(high)))
-    return " to ".join(ends)
+    return _range((low, high), write) if low and high else NONE
 
 
 def _tokens(report: PreflightReport) -> str:
@@ -182,9 +158,9 @@ def _tokens(report: PreflightReport) -> str:
     return _span(report.target_tokens / report.seconds_unhidden, report.tokens_per_second, short_count)
 
 
-def reduction_rows(reductions: Iterable[ParameterReduction]) -> list[tuple[str, ...]]:
-    """Rows below `REDUCTIONS_HEADER`; layers with equal rows are one row."""
-    groups: dict[tuple[str, ...], int] = {}
+def reduction_rows(reductions: Iterable[ParameterReduction]) -> list[Row]:
+    """Rows of the table of reductions; layers with equal rows are one row."""
+    groups: Counter[Row] = Counter()
     for r in reductions:
         row = (
             re.sub(r"(layers)_\d+", r"\1_*", r.parameter),
@@ -194,17 +170,15 @@ def reduction_rows(reductions: Iterable[ParameterReduction]) -> list[tuple[str, 
             kernel_cell(r.kernel),
             r.note,
         )
-        groups[row] = groups.get(row, 0) + 1
+        groups[row] += 1
     return [(f"{row[0]} ({n} layers)" if n > 1 else row[0], *row[1:]) for row, n in groups.items()]
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------
 
 
-def collective_rows(
-    collectives: Sequence[Collective], loops: Mapping[str, int], each: bool = False
-) -> list[tuple[str, ...]]:
-    """Rows of the table of collectives, in the program's order, below `COLLECTIVES_HEADER`.
+def collective_rows(collectives: Sequence[Collective], loops: Mapping[str, int], each: bool = False) -> list[Row]:
+    """Rows of the table of collectives, in the program's order.
 
     Collectives of the same kind, axes, loops and type are one row, unless `each`; those of a few numbers stay apart.
 
@@ -217,22 +191,20 @@ def collective_rows(
     for c in collectives:
         key = (c.kind_name, c.axes, _where(c.loops, loops), c.dtypes, c.network, c.bytes < _SMALL)
         groups.setdefault((*key, c.name) if each else key, []).append(c)
-    table = []
-    for (kind, axes, where, dtypes, network, *_), members in groups.items():
-        table.append(
-            (
-                kind,
-                ", ".join(axes) or "-",
-                where,
-                str(sum(c.executions for c in members)),
-                _range([c.arrays for c in members], str),
-                ", ".join(dtypes),
-                _range([c.bytes for c in members], format_bytes),
-                format_bytes(sum(c.bytes_per_step for c in members)),
-                network or "-",
-            )
+    return [
+        (
+            kind,
+            ", ".join(axes) or NONE,
+            where,
+            str(sum(c.executions for c in members)),
+            _range([c.arrays for c in members], str),
+            ", ".join(dtypes),
+            _range([c.bytes for c in members], format_bytes),
+            format_bytes(sum(c.bytes_per_step for c in members)),
+            network or NONE,
         )
-    return table
+        for (kind, axes, where, dtypes, network, *_), members in groups.items()
+    ]
 
 
 def _where(trips: Sequence[int | None], loops: Mapping[str, int]) -> str:
@@ -244,21 +216,18 @@ def _where(trips: Sequence[int | None], loops: Mapping[str, int]) -> str:
     >>> [_where(trips, loops) for trips in ((), (4,), (4, 12), (11,), (4, 7))]
     ['once', 'per microbatch', 'per microbatch, layer', 'per layer', 'per microbatch, turn of 7']
     """
-    if not trips:
-        return "once"
-    open_names = dict(loops)
-    words = []
+    names, words = list(loops), []
     for turns in trips:
-        name = next((n for n, size in open_names.items() if size > 1 and turns in (size, size - 1)), None)
+        name = next((n for n in names if loops[n] > 1 and turns in (loops[n], loops[n] - 1)), None)
         if name is None:
             words.append("turn of a loop" if turns is None else f"turn of {turns}")
             continue
         words.append(name)
-        open_names = dict(list(open_names.items())[list(open_names).index(name) + 1 :])
-    return "per " + ", ".join(words)
+        names = names[names.index(name) + 1 :]
+    return "per " + ", ".join(words) if words else "once"
 
 
-def _range(values: Sequence[int], write: Callable[[int], str]) -> str:
+def _range(values: Sequence[float], write: Callable[[Any], str]) -> str:
     low, high = write(min(values)), write(max(values))
     return low if low == high else f"{low} to {high}"
 
@@ -266,13 +235,11 @@ def _range(values: Sequence[int], write: Callable[[int], str]) -> str:
 def collectives_text(table: Sequence[Sequence[str]], markdown: bool = False) -> str:
     """Rows of `collective_rows` below their header, in columns or as Markdown."""
     if markdown:
-        lines = [COLLECTIVES_HEADER, ["---"] * len(COLLECTIVES_HEADER), *table]
+        lines = [_COLLECTIVES, ["---"] * len(_COLLECTIVES), *table]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    widths = [max(len(line[i]) for line in (COLLECTIVES_HEADER, *table)) for i in range(len(COLLECTIVES_HEADER))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (COLLECTIVES_HEADER, *table)
-    )
+    lines = [_COLLECTIVES, *table]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -284,13 +251,7 @@ def format_bytes(size: int) -> str:
     >>> format_bytes(512), format_bytes(12_345), format_bytes(6_291_456)
     ('512 B', '12.3 kB', '6.29 MB')
     """
-    if size < 1000:
-        return f"{size} B"
-    value, units = float(size), iter(("kB", "MB", "GB", "TB"))
-    unit = ""
-    while value >= 1000:
-        value, unit = value / 1000, next(units)
-    return f"{value:.3g} {unit}"
+    return f"{size} B" if size < 1000 else f"{short_count(size)}B"
 
 
 def short_count(value: float) -> str:

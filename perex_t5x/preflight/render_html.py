@@ -6,16 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from perex_t5x.preflight.account import COMPARED, PreflightReport
-from perex_t5x.preflight.render import (
-    COLLECTIVES_HEADER,
-    REDUCTIONS_HEADER,
-    described,
-    format_bytes,
-    reduction_rows,
-    rows_of,
-    short_count,
-    summary_lines,
-)
+from perex_t5x.preflight.render import described, format_bytes, short_count, summary_lines, tables
 from perex_t5x.preflight.search import Search
 
 _TEXT, _BAR, _ROW = 20, 18, 50  # pixels, downwards
@@ -59,7 +50,7 @@ def html_page(reports: Sequence[PreflightReport], searches: Sequence[Search], co
         body.append(f'<p class="dim">Compared with {escape(COMPARED)}.</p>')
     body += [f"<p>{escape(r.name)}: {escape(r.refusal)}</p>" for r in reports if r.refusal]
     body += [f"<p>{'<br>'.join(escape(line) for line in s.lines())}</p>" for s in searches]
-    memory = _stacked([(r.name, r.memory_parts()) for r in reports], _bytes, chip.hbm_bytes if chip else None)
+    memory = _stacked([(r.name, r.memory_parts()) for r in reports], format_bytes, chip.hbm_bytes if chip else None)
     body += ["<h2>Memory of a device</h2>", memory]
     timed = [r for r in reports if r.step and r.step.cycles]
     if timed:
@@ -67,11 +58,12 @@ def html_page(reports: Sequence[PreflightReport], searches: Sequence[Search], co
         body.append('<p class="dim">Without collectives and instructions for which the compiler has no estimate.</p>')
     traffic = [(r.name, {f"{k} over {axes} {n}": size for (n, k, axes), size in r.traffic().items()}) for r in reports]
     if any(parts for _, parts in traffic):
-        body += ["<h2>Bytes per step in collectives</h2>", _stacked(traffic, _bytes)]
-    for r in reports:
-        body += _rows(f"Collectives of {r.name}", COLLECTIVES_HEADER, rows_of(r))
-    for r in reports:
-        body += _rows(f"Statistics of {r.name}", REDUCTIONS_HEADER, reduction_rows(r.reductions))
+        body += ["<h2>Bytes per step in collectives</h2>", _stacked(traffic, format_bytes)]
+    for title, header, rows in tables(reports):
+        head = "".join(f"<th>{escape(name)}</th>" for name in header)
+        written = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        body.append(f"<h2>{escape(title[0].upper() + title[1:])}</h2>")
+        body.append(f'<div class="wide"><table><tr>{head}</tr>{written}</table></div>')
     body.append(f'<h2>Made with</h2><p class="wide"><code>{escape(command)}</code></p>')
     head = "<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>Preflight</title>"
     style = f"<style>{_style()}</style>"
@@ -103,18 +95,6 @@ def _summary(reports: Sequence[PreflightReport]) -> str:
         written = "".join(f"<td{mark}>{escape(cell)}</td>" for mark, cell in zip(marks, cells, strict=True))
         rows.append(f"<tr><td{part}>{escape(label.strip())}</td>{written}</tr>")
     return f'<div class="wide"><table><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
-
-
-def _rows(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return []
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    written = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return [f"<h2>{escape(title)}</h2>", f'<div class="wide"><table><tr>{head}</tr>{written}</table></div>']
-
-
-def _bytes(size: float) -> str:
-    return format_bytes(int(size))
 
 
 # --- plots ------------------------------------------------------------------------------------------------------------
