@@ -11,7 +11,6 @@ the data-centre network is assumed to equal v5p's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,7 +210,7 @@ def chip(name: str) -> Chip:
 
 def chip_of(device: Any) -> Chip | None:
     """The chip behind a JAX device; None for a CPU and for chips that are not in the table."""
-    return _of_kind(CHIPS.values(), getattr(device, "device_kind", ""))
+    return _of_kind(getattr(device, "device_kind", ""))
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -220,9 +219,9 @@ def peak_flops(device_kind: str) -> float | None:
     >>> peak_flops("TPU v5 lite"), peak_flops("TPU7x"), peak_flops("cpu")
     (197000000000000.0, 1153500000000000.0, None)
     """
-    known = _of_kind(CHIPS.values(), device_kind)
+    known = _of_kind(device_kind)
     return _OTHER_PEAK_FLOPS.get(device_kind) if known is None else known.peak_flops
 
 
-def _of_kind(chips: Iterable[Chip], device_kind: str) -> Chip | None:
-    return next((chip for chip in chips if device_kind in chip.device_kinds), None)
+def _of_kind(device_kind: str) -> Chip | None:
+    return next((chip for chip in CHIPS.values() if device_kind in chip.device_kinds), None)

@@ -31,7 +31,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,9 @@ from perex_t5x.errors import ConfigError
 from perex_t5x.hardware.chips import CHIPS
 from perex_t5x.hardware.devices import tpu_devices, use_cpu_backend
 from perex_t5x.hardware.slices import known_topologies, num_chips
+
+if TYPE_CHECKING:
+    from perex_t5x.preflight.step import StepReport
 
 PLAIN, VMAP, MICRO_GRAD, SURGERY, KERNELS = "plain", "vmap", "micro_grad", "surgery", "surgery + kernels"
 WAYS = (PLAIN, VMAP, MICRO_GRAD, SURGERY, KERNELS)
@@ -71,18 +74,19 @@ def topologies() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One program. Ratios are to the plain one on the same mesh; None where it does not fit."""
+    """One program, whose `report` is None where it does not fit; `plain` is that of the plain one on the same mesh."""
 
     model: str
     chip: str
     mesh: str
     way: str
-    temp_bytes: int | None
-    cycles: int | None
-    temp_ratio: float | None
-    cycles_ratio: float | None
-    unestimated: int
-    one_at_a_time: bool = False
+    report: StepReport | None
+    plain: StepReport | None
+    one_at_a_time: bool
+
+    def ratios(self) -> tuple[float, float]:
+        """Cycles and temporaries, as multiples of the plain one's."""
+        return self.report.cycles / self.plain.cycles, self.report.temp_bytes / self.plain.temp_bytes
 
 
 def rows(models: Sequence[str], chips: Sequence[str], cache: Any, working: Any) -> Iterator[Row]:
@@ -92,7 +96,7 @@ def rows(models: Sequence[str], chips: Sequence[str], cache: Any, working: Any) 
             for mesh, ways in (("dp", WAYS), ("fsdp", (PLAIN, SURGERY, KERNELS))):
                 compiled = list(_rows_on(model, chip, mesh, ways, cache, working))
                 yield from compiled
-                if any(row.cycles is not None for row in compiled[1:]):
+                if any(row.report for row in compiled[1:]):
                     break
 
 
@@ -116,16 +120,9 @@ def _rows_on(model: str, chip: str, mesh: str, ways: Sequence[str], cache: Any, 
         best = min(reports, key=lambda size: reports[size].cycles, default=False)
         if way == PLAIN:
             plain, sizes = reports.get(best), (False, True) if best else (False,)
-        yield dataclasses.replace(_row(model, chip, mesh, way, reports.get(best), plain), one_at_a_time=best)
+        yield Row(model, chip, mesh, way, reports.get(best), plain, best)
         if plain is None:
             return
-
-
-def _row(model: str, chip: str, mesh: str, way: str, report: Any, plain: Any) -> Row:
-    if report is None:
-        return Row(model, chip, mesh, way, None, None, None, None, 0)
-    ratios = report.temp_bytes / plain.temp_bytes, report.cycles / plain.cycles
-    return Row(model, chip, mesh, way, report.temp_bytes, report.cycles, *ratios, len(report.unestimated))
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -223,25 +220,23 @@ def as_markdown(rows: Sequence[Row]) -> str:
     keys = dict.fromkeys((r.model, r.chip, r.mesh) for r in rows)
     for key in keys:
         mine = {r.way: r for r in rows if (r.model, r.chip, r.mesh) == key}
-        if mine[PLAIN].cycles is None:
+        if mine[PLAIN].report is None:
             continue
-        for what, cell in (("cycles", _cycles_cell), ("temporaries", _temp_cell)):
-            cells = [cell(mine[way]) if way in mine else "" for way in WAYS]
-            lines.append("| " + " | ".join((*key, what, *cells)) + " |")
+        cells = [_cells(mine[way]) if way in mine else ("", "") for way in WAYS]
+        for what, line in zip(("cycles", "temporaries"), zip(*cells, strict=True), strict=True):
+            lines.append("| " + " | ".join((*key, what, *line)) + " |")
     return _HEADER + "\n" + "\n".join(lines) + "\n"
 
 
-def _cycles_cell(row: Row) -> str:
-    if row.cycles is None:
-        return "-"
+def _cells(row: Row) -> tuple[str, str]:
+    """Cycles and temporaries."""
+    if row.report is None:
+        return "-", "-"
     mark = "¹" if row.one_at_a_time else ""
-    return (f"{row.cycles / 1e6:.1f} M" if row.way == PLAIN else f"{row.cycles_ratio:.2f}") + mark
-
-
-def _temp_cell(row: Row) -> str:
-    if row.temp_bytes is None:
-        return "-"
-    return f"{row.temp_bytes / 1e9:.2f} GB" if row.way == PLAIN else f"{row.temp_ratio:.2f}"
+    if row.way == PLAIN:
+        return f"{row.report.cycles / 1e6:.1f} M{mark}", f"{row.report.temp_bytes / 1e9:.2f} GB"
+    cycles, temporaries = row.ratios()
+    return f"{cycles:.2f}{mark}", f"{temporaries:.2f}"
 
 
 def _chosen(flag: str, names: Sequence[str], known: Sequence[str]) -> list[str]:
@@ -261,9 +256,7 @@ def main(args: Any) -> None:
     done: list[Row] = []
     for row in rows(models, chips, report_cache.ReportCache(report_cache.default_folder()), progress.Working()):
         done.append(row)
-        ratio = (
-            "does not fit" if row.cycles is None else f"cycles {row.cycles_ratio:.3f}, temporaries {row.temp_ratio:.3f}"
-        )
+        ratio = "cycles {:.3f}, temporaries {:.3f}".format(*row.ratios()) if row.report else "does not fit"
         print(f"{row.model} {row.chip} {row.mesh} {row.way}: {ratio}", file=sys.stderr, flush=True)
         if args.out != "-":  # after each row: otherwise hours may be lost
             Path(args.out).write_text(as_markdown(done), encoding="utf-8")
