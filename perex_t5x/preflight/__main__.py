@@ -55,10 +55,9 @@ def _main(args: Any) -> int:
 
 def _check_writable(path: str | None) -> None:
     """Before minutes of compiling."""
-    if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        raise ConfigError(
-            f"cannot write {path}: there is no folder {os.path.dirname(os.path.abspath(path))}. Create it first."
-        )
+    folder = os.path.dirname(os.path.abspath(path or ""))
+    if path and not os.path.isdir(folder):
+        raise ConfigError(f"cannot write {path}: there is no folder {folder}. Create it first.")
 
 
 def _write(path: str, text: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from perex_t5x.hardware.chips import Chip, peak_flops
 from perex_t5x.metrics import flops_per_step
 from perex_t5x.preflight.hlo.program import DCN, ICI, Collective
 from perex_t5x.preflight.report_cache import ReportCache
-from perex_t5x.preflight.step import CompileTarget, DoesNotFitError, StepReport
+from perex_t5x.preflight.step import BatchSpec, CompileTarget, DoesNotFitError, StepReport
 
 if TYPE_CHECKING:
     from perex_t5x.per_example.engine.accumulate import ReductionTrace
@@ -182,12 +182,7 @@ class PreflightReport:
 
 
 def measure(
-    name: str,
-    target: CompileTarget,
-    trainer: Trainer,
-    spec: Mapping[str, jax.ShapeDtypeStruct],
-    cache: ReportCache,
-    working: Working,
+    name: str, target: CompileTarget, trainer: Trainer, spec: BatchSpec, cache: ReportCache, working: Working
 ) -> PreflightReport:
     """Compiles a trainer's step and the plain one, and reads both."""
     shapes, _, _ = trainer.abstract_state({feature: s.shape for feature, s in spec.items()})
@@ -223,9 +218,7 @@ def measure(
     )
 
 
-def _compiled(
-    cache: ReportCache, trainer: Trainer, spec: Mapping[str, jax.ShapeDtypeStruct]
-) -> tuple[StepReport | None, str]:
+def _compiled(cache: ReportCache, trainer: Trainer, spec: BatchSpec) -> tuple[StepReport | None, str]:
     """(report, ''), or (None, the compiler's message) where the step does not fit."""
     try:
         return cache.report(trainer, spec), ""
@@ -246,7 +239,7 @@ def plain_trainer(trainer: Trainer) -> Trainer:
 # --- memory, before anything is compiled ------------------------------------------------------------------------------
 
 
-def argument_parts(trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:
+def argument_parts(trainer: Trainer, batch_spec: BatchSpec) -> dict[str, int]:
     """Bytes of parameters, optimizer state, other state (step, RNG, the monitor's averages) and batch on one device.
 
     Without the padding of the chip's tiled layouts, which the compiler's count of the arguments includes.
@@ -358,9 +351,7 @@ class ParameterReduction:
     kernel: str | None = None
 
 
-def reductions_of_step(
-    trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruct]
-) -> tuple[ParameterReduction, ...]:
+def reductions_of_step(trainer: Trainer, batch_spec: BatchSpec) -> tuple[ParameterReduction, ...]:
     """What `per_example.coverage` says of this trainer's step; empty for the plain gradient. Nothing is compiled."""
     shapes, _, _ = trainer.abstract_state({name: spec.shape for name, spec in batch_spec.items()})
     if trainer.has_plain_gradient(shapes.params):

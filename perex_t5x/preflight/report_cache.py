@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
 from jax.sharding import Mesh
 
 from perex_t5x import files
@@ -26,7 +25,7 @@ from perex_t5x.hardware import chips
 from perex_t5x.preflight import step
 from perex_t5x.preflight.hlo.program import Collective
 from perex_t5x.preflight.kernel_cycles import tuples
-from perex_t5x.preflight.step import DoesNotFitError, StepReport
+from perex_t5x.preflight.step import BatchSpec, DoesNotFitError, StepReport
 
 if TYPE_CHECKING:
     from perex_t5x.trainer import Trainer
@@ -43,7 +42,7 @@ class ReportCache:
     def __init__(self, folder: Path | None = None):
         self._folder = folder
 
-    def report(self, trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> StepReport:
+    def report(self, trainer: Trainer, batch_spec: BatchSpec) -> StepReport:
         """The report of a trainer's step; raises `DoesNotFitError` where it does not fit."""
         return self.report_of(step.lower_step(trainer, batch_spec), trainer.partitioner.mesh)
 

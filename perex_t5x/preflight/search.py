@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from perex_t5x import gin_utils
 from perex_t5x.cli.progress import Working
 from perex_t5x.errors import ConfigError, did_you_mean
@@ -20,7 +18,7 @@ from perex_t5x.preflight import step
 from perex_t5x.preflight.account import argument_parts
 from perex_t5x.preflight.render import format_bytes
 from perex_t5x.preflight.report_cache import ReportCache
-from perex_t5x.preflight.step import CompileTarget, DoesNotFitError
+from perex_t5x.preflight.step import BatchSpec, CompileTarget, DoesNotFitError
 
 if TYPE_CHECKING:
     from perex_t5x.trainer import Trainer
@@ -42,7 +40,7 @@ class Case:
         """Parses them; `changes` are bindings that win over all others."""
         step.parse_gin(self.files, (*self.bindings, *changes), self.search_paths)
 
-    def build(self, devices: Sequence[Any], *changes: str) -> tuple[Trainer, dict[str, jax.ShapeDtypeStruct]]:
+    def build(self, devices: Sequence[Any], *changes: str) -> tuple[Trainer, BatchSpec]:
         self.parse(*changes)
         return step.build_parsed(devices)
 
@@ -132,10 +130,7 @@ class Search:
         return {
             "name": self.name,
             "found": str(self.found.change) if self.found else None,
-            "trials": [
-                {"change": str(t.change), "fits": t.fits, "note": t.note, "peak_bytes": t.peak_bytes}
-                for t in self.trials
-            ],
+            "trials": [{**vars(t), "change": str(t.change)} for t in self.trials],
         }
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from perex_t5x.preflight.report_cache import ReportCache
     from perex_t5x.trainer import Trainer
 
+BatchSpec = Mapping[str, jax.ShapeDtypeStruct]  # of the global batch
+
 # Macros of a run that its step does not depend on, so they need not be given.
 _FREE_MACROS = {
     "MODEL_DIR": "'preflight'",
@@ -133,7 +135,7 @@ def topology_macro() -> tuple[str | None, int]:
     return value("TOPOLOGY", None), value("NUM_SLICES", 1)
 
 
-def build_parsed(devices: Sequence[Any]) -> tuple[Trainer, dict[str, jax.ShapeDtypeStruct]]:
+def build_parsed(devices: Sequence[Any]) -> tuple[Trainer, BatchSpec]:
     """The trainer of the parsed Gin configuration on these devices, and shapes and dtypes of its global batch."""
     from perex_t5x import train as train_script
     from perex_t5x.models.protocol import feature_converter_cls, sharded_dimensions
@@ -157,15 +159,13 @@ def build_parsed(devices: Sequence[Any]) -> tuple[Trainer, dict[str, jax.ShapeDt
     return trainer, _batch_spec(arguments["train_dataset_cfg"], feature_converter_cls(model))
 
 
-def build(
-    files: Sequence[str], bindings: Sequence[str], devices: Sequence[Any]
-) -> tuple[Trainer, dict[str, jax.ShapeDtypeStruct]]:
+def build(files: Sequence[str], bindings: Sequence[str], devices: Sequence[Any]) -> tuple[Trainer, BatchSpec]:
     """`parse_gin`, then `build_parsed`."""
     parse_gin(files, bindings)
     return build_parsed(devices)
 
 
-def _batch_spec(cfg: Any, converter_cls: type) -> dict[str, jax.ShapeDtypeStruct]:
+def _batch_spec(cfg: Any, converter_cls: type) -> BatchSpec:
     """Shapes and dtypes of the global batch from the lengths alone: the task need not be known here."""
     from perex_t5x.data.feed import spec_of
 
@@ -194,7 +194,7 @@ class DoesNotFitError(ConfigError):
         self.refusal = refusal
 
 
-def lower_step(trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
+def lower_step(trainer: Trainer, batch_spec: BatchSpec) -> Any:
     """Traces the trainer's step for the devices of its mesh: what `Trainer.compiled_step` compiles."""
     shapes, shardings, _ = trainer.abstract_state({name: spec.shape for name, spec in batch_spec.items()})
     return trainer.lowered_step(shapes, shardings, batch_spec)
@@ -213,7 +213,7 @@ def compile_lowered(lowered: Any) -> Any:
     raise DoesNotFitError(refusal)
 
 
-def compile_step(trainer: Trainer, batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
+def compile_step(trainer: Trainer, batch_spec: BatchSpec) -> Any:
     """Compiles the trainer's step for the devices of its mesh, and returns JAX's compiled program.
 
     Raises `DoesNotFitError` where the step does not fit into the memory of a device.

@@ -134,15 +134,11 @@ def _count(first: int, limit: int, step: int, direction: str) -> int | None:
     >>> _count(0, 5, 1, "LT"), _count(4, 0, -1, "GE"), _count(0, 5, 2, "LT"), _count(3, 3, 1, "LT")
     (5, 5, 3, 0)
     """
-    if step == 0:
-        return None
-    distance = limit - first
-    if direction in ("LT", "GT"):
-        toward = step > 0 if direction == "LT" else step < 0
-        return max(-(-distance // step), 0) if toward else None
     if direction in ("LE", "GE"):
-        toward = step > 0 if direction == "LE" else step < 0
-        return max(distance // step + 1, 0) if toward else None
-    if direction == "NE" and distance % step == 0 and distance // step >= 0:
+        limit, direction = (limit + 1, "LT") if direction == "LE" else (limit - 1, "GT")
+    distance = limit - first
+    if (direction == "LT" and step > 0) or (direction == "GT" and step < 0):
+        return max(-(-distance // step), 0)
+    if direction == "NE" and step and distance % step == 0 and distance // step >= 0:
         return distance // step
     return None

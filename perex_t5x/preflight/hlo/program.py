@@ -193,7 +193,7 @@ class Program:
             # Traffic between slices goes through the host: one send and one recv for each collective.
             transfer = instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') or ""
             kind = _TRANSFERS.get(transfer, transfer.lower().replace("_", "-"))
-            return self._make(e, kind, [e.frame.computation[instruction.operands[0]]], numbers.between_slices(), DCN)
+            return self._make(e, kind, [e.frame.computation[instruction.operands[0]]], *numbers.between_slices())
         kind = instruction.opcode.removesuffix("-start")
         if kind not in KINDS:
             return None
@@ -207,9 +207,8 @@ class Program:
         return self._make(e, kind, [computation[name] for name in names], *numbers.of(groups, kind))
 
     def _make(
-        self, e: Executed, kind: str, operands: list[Instruction], joined: tuple[tuple[str, ...], int], network: str
+        self, e: Executed, kind: str, operands: list[Instruction], axes: tuple[str, ...], group_size: int, network: str
     ) -> Collective:
-        axes, group_size = joined
         shapes = [operand.shape for operand in operands]
         sizes = [size for shape in shapes for size in shape_arrays(shape)]
         windowed = _WINDOWED.search(e.frame.computation.name)
@@ -244,24 +243,24 @@ class _DeviceNumbers:
             # With several slices each has its own program, whose numbers count the devices of that slice.
             self._members = [i for i in self._members if self._slice_of[i] == self._slice_of[0]]
 
-    def of(self, groups: Groups, kind: str) -> tuple[tuple[tuple[str, ...], int], str]:
-        """((axes, devices in a group), network)."""
+    def of(self, groups: Groups, kind: str) -> tuple[tuple[str, ...], int, str]:
+        """(axes, devices in a group, network)."""
         size = 2 if kind == "collective-permute" else len(groups[0])
         if self._mesh is None:
-            return ((), size), ""
+            return (), size, ""
         groups = tuple(tuple(self._members[i] for i in group) for group in groups)
         crosses = any(len({self._slice_of[i] for i in group}) > 1 for group in groups)
         network = "" if not self._on_tpu else DCN if crosses else ICI
-        return (mesh_axes(groups, self._mesh.shape), size), network
+        return mesh_axes(groups, self._mesh.shape), size, network
 
-    def between_slices(self) -> tuple[tuple[str, ...], int]:
-        """(axes along which slices differ, number of slices)."""
+    def between_slices(self) -> tuple[tuple[str, ...], int, str]:
+        """(axes along which slices differ, number of slices, network)."""
         if self._mesh is None:
-            return (), 0
+            return (), 0, DCN
         grid = np.asarray(self._slice_of).reshape(self._mesh.devices.shape)
         names = self._mesh.axis_names
         differ = [bool(np.any(grid != np.take(grid, [0], axis=i))) for i in range(grid.ndim)]
-        return tuple(name for name, does in zip(names, differ, strict=True) if does), len(set(self._slice_of))
+        return tuple(name for name, does in zip(names, differ, strict=True) if does), len(set(self._slice_of)), DCN
 
 
 def _estimate(instruction: Instruction) -> int | None:
