@@ -107,9 +107,7 @@ def tpu_devices(topology: str, num_slices: int = 1) -> list[Any]:
     _load()
     from jax.experimental import topologies
 
-    options: dict[str, Any] = dict(chip_of_topology(name).topology_options)
-    if num_slices > 1:
-        options["num_slices"] = num_slices
+    options = dict(chip_of_topology(name).topology_options) | ({"num_slices": num_slices} if num_slices > 1 else {})
     try:
         with native_noise_hidden():
             return list(topologies.get_topology_desc(name, platform="tpu", **options).devices)

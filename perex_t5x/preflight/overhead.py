@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
     cli.run("perex_t5x.preflight.overhead.main", __doc__, flags="perex_t5x.preflight.overhead.define_flags")
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -111,12 +112,9 @@ def _rows_on(model: str, chip: str, mesh: str, ways: Sequence[str], cache: Any, 
     for way in ways:
         reports = {}
         for one_at_a_time, program in _programs(way, trainer, sizes).items():
-            with working(f"{model}, {chip}, {mesh}: {way}{', one at a time' if one_at_a_time else ''}"):
-                try:
-                    lowered = _lowered(trainer, spec, program)
-                    reports[one_at_a_time] = cache.report_of(lowered, trainer.partitioner.mesh)
-                except step.DoesNotFitError:
-                    continue
+            what = f"{model}, {chip}, {mesh}: {way}{', one at a time' if one_at_a_time else ''}"
+            with working(what), contextlib.suppress(step.DoesNotFitError):
+                reports[one_at_a_time] = cache.report_of(_lowered(trainer, spec, program), trainer.partitioner.mesh)
         best = min(reports, key=lambda size: reports[size].cycles, default=False)
         if way == PLAIN:
             plain, sizes = reports.get(best), (False, True) if best else (False,)

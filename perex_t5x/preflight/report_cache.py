@@ -52,7 +52,8 @@ class ReportCache:
         values = self._read(name)
         if values is None:
             try:
-                values = {"report": _to_json(step.report(step.compile_lowered(lowered), mesh, self))}
+                report = step.report(step.compile_lowered(lowered), mesh, self)
+                values = {"report": dataclasses.asdict(dataclasses.replace(report, chip=None))}
             except DoesNotFitError as e:
                 values = {"refusal": e.refusal}
             self._write(name, values)
@@ -114,12 +115,8 @@ def _devices(mesh: Mesh) -> list[tuple[Any, ...]]:
     ]
 
 
-def _to_json(report: StepReport) -> dict[str, Any]:
-    return dataclasses.asdict(dataclasses.replace(report, chip=None))
-
-
 def _from_json(values: Mapping[str, Any], mesh: Mesh) -> StepReport:
-    """The inverse of `_to_json`."""
+    """A report from the values that `ReportCache.report_of` keeps; the chip is the mesh's."""
     values = tuples(values)
     collectives = tuple(Collective(**c) for c in values["collectives"])
     return StepReport(**values | {"collectives": collectives, "chip": chips.chip_of(mesh.devices.flat[0])})

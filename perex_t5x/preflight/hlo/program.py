@@ -117,24 +117,20 @@ class Program:
         yield from self._executed(Frame(self.computations[self.entry]), (), fusions, offloaded)
 
     def _executed(
-        self, frame: Frame, loops: tuple[int | None, ...], fusions: bool, offloaded: bool
+        self, frame: Frame, loops: tuple, fusions: bool, offloaded: bool, fusion: Instruction | None = None
     ) -> Iterator[Executed]:
         for instruction in frame.computation:
-            yield Executed(instruction, frame, loops)
+            yield Executed(instruction, frame, loops, fusion)
+            inside, outermost = loops, fusion
             if instruction.opcode == "fusion":
-                if fusions:
-                    yield from self._inner(frame, loops, instruction, instruction)
-                continue
-            inside = (*loops, self._trips.of(frame, instruction)) if instruction.opcode == "while" else loops
-            for name in _run_by(instruction, offloaded):
-                yield from self._executed(self._trips.enter(frame, instruction, name), inside, fusions, offloaded)
-
-    def _inner(self, frame: Frame, loops: tuple, caller: Instruction, fusion: Instruction) -> Iterator[Executed]:
-        inner = self._trips.enter(frame, caller, caller.callee("calls"))
-        for instruction in inner.computation:
-            yield Executed(instruction, inner, loops, fusion)
-            if instruction.opcode == "fusion":
-                yield from self._inner(inner, loops, instruction, fusion)
+                called, outermost = [instruction.callee("calls")] if fusions else [], fusion or instruction
+            else:
+                called = [] if fusion else _run_by(instruction, offloaded)
+            if instruction.opcode == "while":
+                inside = (*loops, self._trips.of(frame, instruction))
+            for name in called:
+                inner = self._trips.enter(frame, instruction, name)
+                yield from self._executed(inner, inside, fusions, offloaded, outermost)
 
     def cycles(self, kernels: Mapping[str, int] | None = None) -> int:
         """The compiler's estimates of all instructions, each as often as it runs; of a conditional, its longest branch.
