@@ -53,10 +53,7 @@ class TrainEvaluator:
         converter = feature_converter_cls(trainer.model)
         self.feeds: dict[str, Feed] = {
             name: make_feed(
-                dataclasses.replace(config, mixture_or_task_name=name),
-                converter,
-                pad_remainder=True,
-                repeat=False,
+                dataclasses.replace(config, mixture_or_task_name=name), converter, pad_remainder=True, repeat=False
             )
             for name in task_names(config)
         }
@@ -173,11 +170,7 @@ class InferenceEvaluator:
             return [(i, float(s)) for i, s in self._score(params, examples(dataset))]
 
         metrics, _ = self._evaluator.evaluate(
-            compute_metrics=True,
-            step=step,
-            predict_fn=predict,
-            score_fn=score,
-            predict_with_aux_fn=predict_with_aux,
+            compute_metrics=True, step=step, predict_fn=predict, score_fn=score, predict_with_aux_fn=predict_with_aux
         )
         return {
             f"inference_eval/{task}": {name: float(getattr(v, "value", v)) for name, v in values.items()}

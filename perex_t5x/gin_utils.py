@@ -234,10 +234,7 @@ def _plain_files_only() -> Iterator[None]:
 
 
 def parse_gin_flags(
-    gin_search_paths: Sequence[str],
-    gin_files: Sequence[str],
-    gin_bindings: Sequence[str],
-    finalize_config: bool = True,
+    gin_search_paths: Sequence[str], gin_files: Sequence[str], gin_bindings: Sequence[str], finalize_config: bool = True
 ) -> None:
     """Parses Gin files (later wins), then bindings, in the names that the files' imports give.
 

@@ -27,14 +27,7 @@ from perex_t5x.cli import status
 from perex_t5x.cli.progress import Progress
 from perex_t5x.data.device_batches import prefetch
 from perex_t5x.errors import DivergedError
-from perex_t5x.metrics import (
-    MetricSums,
-    MetricsWriter,
-    flops_per_step,
-    loss_metric,
-    model_flops_utilization,
-    summarize,
-)
+from perex_t5x.metrics import MetricSums, MetricsWriter, flops_per_step, loss_metric, model_flops_utilization, summarize
 from perex_t5x.monitoring import shown
 from perex_t5x.trainer import Trainer, TrainState
 

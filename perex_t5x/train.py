@@ -305,11 +305,7 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def _check(
-    total_steps: int,
-    relative_steps: int | None,
-    eval_period: int,
-    stats_period: int | None,
-    use_hardware_rng: bool,
+    total_steps: int, relative_steps: int | None, eval_period: int, stats_period: int | None, use_hardware_rng: bool
 ) -> None:
     for name, value in (
         ("total_steps", total_steps),

@@ -235,11 +235,7 @@ class Trainer:
         return self.lowered_step(shapes, shardings, batch_spec).compile()
 
     def lowered_step(
-        self,
-        shapes: TrainState,
-        shardings: TrainState,
-        batch_spec: Mapping[str, Any],
-        rate_is_argument: bool = False,
+        self, shapes: TrainState, shardings: TrainState, batch_spec: Mapping[str, Any], rate_is_argument: bool = False
     ) -> Any:
         """What `compiled_step` compiles; with `rate_is_argument` the learning rate is the step's third argument."""
         rates = [jax.ShapeDtypeStruct((), jnp.float32)] if rate_is_argument else []

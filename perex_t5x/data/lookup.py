@@ -32,10 +32,7 @@ def get_mixture_or_task(name: str, module: str | None = None) -> Any:
     tasks_and_mixtures = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
     if name in tasks_and_mixtures:
         return seqio.get_mixture_or_task(name)
-    known = sorted(
-        tasks_and_mixtures,
-        key=lambda k: (-difflib.SequenceMatcher(None, k, str(name)).ratio(), k),
-    )
+    known = sorted(tasks_and_mixtures, key=lambda k: (-difflib.SequenceMatcher(None, k, str(name)).ratio(), k))
     raise ConfigError(
         f"MIXTURE_OR_TASK_NAME = {name!r} is not a registered task or mixture."
         f"{did_you_mean(str(name), known)} Known, nearest first: {', '.join(known)}. A task of "

@@ -49,9 +49,6 @@ def exact_match_and_token_accuracy(vocabulary: Any) -> Callable[..., dict]:
             a, b = vocabulary.encode(text), vocabulary.encode(prediction)
             right += sum(x == y for x, y in zip(a, b, strict=False))
             total += max(len(a), len(b))
-        return {
-            "exact_match": 100.0 * exact / max(len(texts), 1),
-            "token_accuracy": 100.0 * right / max(total, 1),
-        }
+        return {"exact_match": 100.0 * exact / max(len(texts), 1), "token_accuracy": 100.0 * right / max(total, 1)}
 
     return metric

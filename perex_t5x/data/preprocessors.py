@@ -118,9 +118,7 @@ def check_sentinels(vocabulary: seqio.Vocabulary, chunk_length: int) -> None:
 
 
 def chunks_for_span_corruption(
-    ds: tf.data.Dataset,
-    sequence_length: Mapping[str, int],
-    output_features: Mapping[str, seqio.Feature],
+    ds: tf.data.Dataset, sequence_length: Mapping[str, int], output_features: Mapping[str, seqio.Feature]
 ) -> tf.data.Dataset:
     """Chunks that fill `sequence_length` once `span_corruption` and EOS are through with them."""
     length = span_corruption_chunk_length(sequence_length["inputs"], sequence_length["targets"])

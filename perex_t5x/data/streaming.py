@@ -159,9 +159,7 @@ class StreamingFeed(Feed):
         parts, mine = self._shards
         offset = mine * (self.batch_size // parts)
         return device_batches.make_global_batch(
-            lambda a, b: {name: x[a - offset : b - offset] for name, x in rows.items()},
-            self.element_spec,
-            sharding,
+            lambda a, b: {name: x[a - offset : b - offset] for name, x in rows.items()}, self.element_spec, sharding
         )
 
     def position(self, step: int) -> dict[str, Any]:

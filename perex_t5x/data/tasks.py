@@ -189,11 +189,7 @@ def register_all(vocabulary: str | seqio.Vocabulary | None = None, c4_name: str 
         _stdlib_source,
         vocabulary,
         ["inputs", "targets"],
-        [
-            preprocessors.chunks_for_span_corruption,
-            preprocessors.span_corruption,
-            seqio.preprocessors.append_eos,
-        ],
+        [preprocessors.chunks_for_span_corruption, preprocessors.span_corruption, seqio.preprocessors.append_eos],
         metric_fns=[metrics.exact_match_and_token_accuracy(vocabulary)],
     )
     _add(

@@ -64,11 +64,7 @@ def connect(
         if value < 1:
             raise ConfigError(f"{flag}={value}: give at least 1 second.")
     info = process_info.find(
-        coordinator_address,
-        process_count,
-        process_index,
-        detection=cluster_detection,
-        timeout=initialization_timeout,
+        coordinator_address, process_count, process_index, detection=cluster_detection, timeout=initialization_timeout
     )
     if info is None:
         return None

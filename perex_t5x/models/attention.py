@@ -188,9 +188,7 @@ def encoder_self_mask(tokens_BxS: jax.Array, segment_ids_BxS: jax.Array | None) 
 
 
 def cross_mask(
-    encoder_tokens_BxS: jax.Array,
-    encoder_segment_ids_BxS: jax.Array | None,
-    decoder_segment_ids_BxT: jax.Array | None,
+    encoder_tokens_BxS: jax.Array, encoder_segment_ids_BxS: jax.Array | None, decoder_segment_ids_BxT: jax.Array | None
 ) -> jax.Array:
     """Mask of the decoder's attention to the encoder."""
     if encoder_segment_ids_BxS is None or decoder_segment_ids_BxT is None:

@@ -101,10 +101,7 @@ class BaseTransformerModel(abc.ABC):
         }
 
     def get_initial_variables(
-        self,
-        rng: jax.Array,
-        input_shapes: Mapping[str, tuple[int, ...]],
-        input_types: Mapping[str, Any] | None = None,
+        self, rng: jax.Array, input_shapes: Mapping[str, tuple[int, ...]], input_types: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Returns {'params': ...}, each leaf boxed with its logical axis names (`nn.LogicallyPartitioned`).
 

@@ -12,13 +12,7 @@ import jax.numpy as jnp
 from perex_t5x.errors import ConfigError, did_you_mean
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
-    {
-        "gelu": jax.nn.gelu,
-        "linear": lambda x: x,
-        "relu": jax.nn.relu,
-        "silu": jax.nn.silu,
-        "swish": jax.nn.silu,
-    }
+    {"gelu": jax.nn.gelu, "linear": lambda x: x, "relu": jax.nn.relu, "silu": jax.nn.silu, "swish": jax.nn.silu}
 )
 
 # What the backward pass may keep of a layer's forward pass. Policies of `jax.checkpoint_policies` that need

@@ -1,13 +1,6 @@
 """Optimizers on statistics of per-example gradients, as optax transformations; how a trainer drives their learning rate."""
 
-from perex_t5x.optimizers.adam_family import (
-    adam,
-    eve,
-    micro_adam,
-    micro_adam_msq,
-    micro_adam_var,
-    scale_by_eve,
-)
+from perex_t5x.optimizers.adam_family import adam, eve, micro_adam, micro_adam_msq, micro_adam_var, scale_by_eve
 from perex_t5x.optimizers.base import (
     StatisticsTransformation,
     descend,

@@ -15,12 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.optimizers.base import (
-    StatisticsTransformation,
-    from_statistics,
-    inverse_batch_size,
-    zero_moments,
-)
+from perex_t5x.optimizers.base import StatisticsTransformation, from_statistics, inverse_batch_size, zero_moments
 from perex_t5x.optimizers.checks import check_choice, check_number, check_several_groups
 from perex_t5x.per_example.results import GradStatistics
 

@@ -53,9 +53,7 @@ def make_mesh(
 
 
 def _mesh_shape(
-    num_devices: int,
-    num_partitions: int | None,
-    model_parallel_submesh: Sequence[int] | None,
+    num_devices: int, num_partitions: int | None, model_parallel_submesh: Sequence[int] | None
 ) -> tuple[int, int]:
     """Returns (data, model) sizes for the devices of one slice."""
     if model_parallel_submesh:

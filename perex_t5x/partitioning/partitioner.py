@@ -186,9 +186,7 @@ class PjitPartitioner:
         by_path = {
             keystr(path, simple=True, separator="/"): (sharding, tuple(shape.shape))
             for (path, sharding), shape in zip(
-                jax.tree_util.tree_leaves_with_path(params_shardings),
-                jax.tree.leaves(params_shapes),
-                strict=True,
+                jax.tree_util.tree_leaves_with_path(params_shardings), jax.tree.leaves(params_shapes), strict=True
             )
         }
 
@@ -271,11 +269,7 @@ def has_sharded_parameters() -> bool:
 
 
 def gather_parameter(
-    shard: jax.Array,
-    names: Sequence[str | None],
-    shape: Sequence[int],
-    dtype: Any,
-    sent_as: Any = None,
+    shard: jax.Array, names: Sequence[str | None], shape: Sequence[int], dtype: Any, sent_as: Any = None
 ) -> jax.Array:
     """The whole parameter, in `dtype`, from this device's shard of it; a cast where parameters are not sharded.
 
