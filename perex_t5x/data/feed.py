@@ -116,10 +116,9 @@ class Feed(abc.ABC):
         ]
         if changed:
             raise ConfigError(
-                "The checkpoint's data position does not fit this configuration, so the run cannot "
-                f"continue where it stopped. Changed: {'; '.join(changed)}. Restore the old "
-                "setting, or begin another MODEL_DIR from this checkpoint's parameters with "
-                "CheckpointConfig.restore.path."
+                "The checkpoint's data position does not fit this configuration, so the run cannot continue where it "
+                f"stopped. Changed: {'; '.join(changed)}. Restore the old setting, or begin another MODEL_DIR from "
+                "this checkpoint's parameters with CheckpointConfig.restore.path."
             )
 
     def save_state(self, directory: str, step: int | None = None) -> None:  # noqa: B027
@@ -278,11 +277,9 @@ def make_feed(
     Args:
       cfg: a `perex_t5x.utils.DatasetConfig`.
       feature_converter_cls: the model's, from SeqIO.
-      pad_remainder: fill the last batch of an epoch with all-zero rows (zero loss weights); only
-        without `repeat`.
+      pad_remainder: fill the last batch of an epoch with all-zero rows (zero loss weights); only without `repeat`.
       repeat: epoch after epoch without end (training), or one epoch (evaluation).
-      saved_position: of the checkpoint to resume from. It is checked, and its seed is adopted where
-        `cfg.seed` is None.
+      saved_position: of the checkpoint to resume from. It is checked, and its seed is adopted where `cfg.seed` is None.
     """
     provider, lengths = _checked(cfg, feature_converter_cls)
     converter = feature_converter_cls(pack=cfg.pack)

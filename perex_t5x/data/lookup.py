@@ -81,9 +81,8 @@ def check_feature_lengths(provider: Any, lengths: Any, converter_cls: type) -> d
     if lacking:
         raise ConfigError(
             f"{provider.name!r} has the features {sorted(provider.output_features)}, but the model "
-            f"({converter_cls.__name__}) needs {needed}: {lacking} missing. A decoder-only model "
-            "takes a task with targets, an encoder-decoder one with inputs and targets, such as "
-            "'python_stdlib_span_corruption'."
+            f"({converter_cls.__name__}) needs {needed}: {lacking} missing. A decoder-only model takes a task with "
+            "targets, an encoder-decoder one with inputs and targets, such as 'python_stdlib_span_corruption'."
         )
     given = dict(lengths or {})
     missing = [f for f in needed if f not in given]
@@ -97,9 +96,8 @@ def check_feature_lengths(provider: Any, lengths: Any, converter_cls: type) -> d
                 f"{', '.join(map(repr, unknown))} not a feature of the model" + did_you_mean(unknown[0], needed)
             )
         raise ConfigError(
-            f"TASK_FEATURE_LENGTHS = {given}: {'; '.join(problems)}. The model "
-            f"({converter_cls.__name__}) needs a length for {', '.join(needed)}, for example "
-            f"TASK_FEATURE_LENGTHS = { ({f: 512 for f in needed}) }."
+            f"TASK_FEATURE_LENGTHS = {given}: {'; '.join(problems)}. The model ({converter_cls.__name__}) needs a "
+            f"length for {', '.join(needed)}, for example TASK_FEATURE_LENGTHS = { ({f: 512 for f in needed}) }."
         )
     for feature, length in given.items():
         if not isinstance(length, int) or isinstance(length, bool) or length < 1:

@@ -1,8 +1,7 @@
 """Which row stands at which place of an endless, shuffled, mixed sequence: pure index arithmetic.
 
-Everything here is a function of (seed, place), so any host can compute any part of any batch, and
-a resumed run has nothing to restore. The hash is written out, and so the same in every version of
-every library.
+Everything here is a function of (seed, place), so any host can compute any part of any batch, and a resumed run has
+nothing to restore. The hash is written out, and so the same in every version of every library.
 """
 
 from __future__ import annotations
@@ -71,10 +70,9 @@ class EpochOrder:
 class MixedOrder:
     """Several tasks mixed by rates, as evenly as integers allow.
 
-    Task k's j-th row is due at time (j + ½) / r_k, with r_k its share of the total rate, and the
-    sequence is all rows by due time. After n rows, task k has had n·r_k of them, to within one
-    per other task. The rows before a time are counted in closed form, so that any place is found
-    without walking there.
+    Task k's j-th row is due at time (j + ½) / r_k, with r_k its share of the total rate, and the sequence is all rows
+    by due time. After n rows, task k has had n·r_k of them, to within one per other task. The rows before a time are
+    counted in closed form, so that any place is found without walking there.
     """
 
     def __init__(self, sizes: Sequence[int], rates: Sequence[float], seed: int | None):

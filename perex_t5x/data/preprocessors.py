@@ -87,8 +87,7 @@ def noise_counts(length: int) -> tuple[int, int]:
 def span_corruption_chunk_length(inputs_length: int, targets_length: int) -> int:
     """The longest chunk whose corrupted form, EOS included, fits both lengths.
 
-    A chunk of n tokens with k noise tokens in s spans gives inputs of n − k + s + 1 and targets of
-    k + s + 1 tokens.
+    A chunk of n tokens with k noise tokens in s spans gives inputs of n − k + s + 1 and targets of k + s + 1 tokens.
 
     >>> span_corruption_chunk_length(512, 114)
     568

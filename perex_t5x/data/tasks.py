@@ -129,9 +129,8 @@ def _expand(patterns: str | Sequence[str]) -> list[tuple[str, str]]:
 def _list_text_files(glob, validation_glob) -> text_source.FilesBySplit:
     if not glob:
         raise ConfigError(
-            "Task 'text_files_lm' has no files: set tasks.register_text_files.glob = "
-            "'/path/**/*.txt' in Gin (after `from perex_t5x.data import tasks`), or the "
-            f"environment variable {TEXT_FILES_VARIABLE}."
+            "Task 'text_files_lm' has no files: set tasks.register_text_files.glob = '/path/**/*.txt' in Gin (after "
+            f"`from perex_t5x.data import tasks`), or the environment variable {TEXT_FILES_VARIABLE}."
         )
     files = _expand(glob)
     if not files:
@@ -154,8 +153,7 @@ def register_text_files(
     """Registers a language modelling task over text files, one document per file.
 
     Args:
-      glob: pattern(s) of the files, `**` for any folders. Default: the environment variable
-        PEREX_TEXT_FILES.
+      glob: pattern(s) of the files, `**` for any folders. Default: the environment variable PEREX_TEXT_FILES.
       validation_glob: the validation files. Default: about 5 % of `glob`, by a hash of their names.
       name: the task's name.
       vocabulary: see `get_vocabulary`. Default: that of `register_all`.

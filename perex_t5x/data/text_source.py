@@ -143,9 +143,8 @@ class TextFilesSource(seqio.DataSource):
         paths = self.list_shards(split)
         if shard_info and shard_info.num_shards > len(paths):
             raise ConfigError(
-                f"Split {split!r} of {self.description} has {len(paths)} files, too few for "
-                f"{shard_info.num_shards} hosts to stream one each: set DatasetConfig.feed = "
-                "'cached', or cut the text into more files."
+                f"Split {split!r} of {self.description} has {len(paths)} files, too few for {shard_info.num_shards} "
+                "hosts to stream one each: set DatasetConfig.feed = 'cached', or cut the text into more files."
             )
         self.digest(split)  # for its log line
         ds = tf.data.Dataset.from_tensor_slices(paths)

@@ -68,9 +68,8 @@ def _mesh_shape(
     if model < 1 or num_devices % model:
         nearest = nearest_divisor(num_devices, model)
         raise ConfigError(
-            f"PjitPartitioner.num_partitions = {model} does not divide the {num_devices} device(s) here. "
-            f"The nearest that does: num_partitions = {nearest} (mesh data {num_devices // nearest} "
-            f"x model {nearest})."
+            f"PjitPartitioner.num_partitions = {model} does not divide the {num_devices} device(s) here. The nearest "
+            f"that does: num_partitions = {nearest} (mesh data {num_devices // nearest} x model {nearest})."
         )
     return num_devices // model, model
 
