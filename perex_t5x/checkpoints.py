@@ -13,7 +13,7 @@ import dataclasses
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -110,24 +110,18 @@ class Checkpointer:
         self._manager.close()
 
 
-class _explained:  # noqa: N801 (used as a statement)
+@contextlib.contextmanager
+def _explained(model_dir: str) -> Iterator[None]:
     """Turns a failed write into an error that says what is safe."""
-
-    def __init__(self, model_dir: str):
-        self._model_dir = model_dir
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or not isinstance(error, Exception):
-            return
-        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    try:
+        yield
+    except Exception as e:
+        text = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise writing_failed(
-            f"writing a checkpoint to {self._model_dir} failed: {text}. Earlier checkpoints are complete. If the disk is "
-            "full or the folder is gone, fix that and start the same command again: it resumes from the newest one.",
-            error,
-        ) from error
+            f"writing a checkpoint to {model_dir} failed: {text}. Earlier checkpoints are complete. If the disk is full or "
+            "the folder is gone, fix that and start the same command again: it resumes from the newest one.",
+            e,
+        ) from e
 
 
 def _cast(x: Any, dtype: np.dtype) -> Any:

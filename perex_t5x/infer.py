@@ -89,16 +89,10 @@ def infer(
         gin_utils.summarize_gin_config(output_dir)
     params = restore_params(model, partitioner, path, restore_checkpoint_cfg, dataset_cfg)
 
+    sampling = {"num_decodes": num_decodes, "temperature": temperature, "top_k": top_k}
+
     def predict(params: Any, batch: Any, keys_B: Any) -> Any:
-        tokens, aux = model.predict_batch_with_aux(
-            params,
-            batch,
-            keys_B,
-            decode_method=decode_method,
-            num_decodes=num_decodes,
-            temperature=temperature,
-            top_k=top_k,
-        )
+        tokens, aux = model.predict_batch_with_aux(params, batch, keys_B, decode_method=decode_method, **sampling)
         return tokens, aux["scores"]
 
     fn = (lambda p, b, k: model.score_batch(p, b)) if mode == "score" else predict

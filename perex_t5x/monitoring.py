@@ -32,6 +32,7 @@ State = dict[str, dict[str, jax.Array]]  # {"trace" | "square": {group: moving a
 
 QUANTILES = {"min": 0.0, "quarter": 0.25, "median": 0.5, "three_quarters": 0.75, "max": 1.0}
 ALL, NORM_LAYERS = "all", "norm_layers"
+_KINDS = {"norm": "norm", "logits": "logits", "attention": "attention|relpos", "mlp": "mlp", "embedding": "embed"}
 
 
 def parameter_kind(name: str) -> str:
@@ -42,13 +43,7 @@ def parameter_kind(name: str) -> str:
     >>> parameter_kind("token_embedder/embedding"), parameter_kind("head/kernel")
     ('embedding', 'head')
     """
-    for kind, pattern in (
-        ("norm", "norm"),
-        ("logits", "logits"),
-        ("attention", "attention|relpos"),
-        ("mlp", "mlp"),
-        ("embedding", "embed"),
-    ):
+    for kind, pattern in _KINDS.items():
         if re.search(pattern, name, re.IGNORECASE):
             return kind
     return name.split("/")[0]
@@ -146,7 +141,7 @@ class Monitor:
         """
         statistics = gradient.statistics
         groups = self.groups_of(statistics.mean)
-        sums = dict(zip(("trace", "square"), _parts(statistics, groups), strict=True))
+        sums = _sums(statistics, groups)
         state = self._averaged(state, sums)
         values: dict[str, jax.Array] = {}
         for group in groups:
@@ -197,10 +192,8 @@ def shown(values: Mapping[str, Any]) -> dict[str, float]:
     return {}
 
 
-def _parts(
-    statistics: GradStatistics, groups: dict[str, list[str]]
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """(T, S) of each group."""
+def _sums(statistics: GradStatistics, groups: dict[str, list[str]]) -> State:
+    """T and S of each group."""
 
     def by_group(tree: Any) -> dict[str, jax.Array]:
         sums = {
@@ -209,7 +202,7 @@ def _parts(
         }
         return {group: sum(sums[name] for name in names).astype(jnp.float32) for group, names in groups.items()}
 
-    return by_group(statistics.raw_variance()), by_group(statistics.squared_mean())
+    return {"trace": by_group(statistics.raw_variance()), "square": by_group(statistics.squared_mean())}
 
 
 def _ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ from perex_t5x.metrics import MetricsWriter
 from perex_t5x.models import protocol
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.trainer import Trainer, TrainState
-from perex_t5x.utils import CheckpointConfig, DatasetConfig, RestoreCheckpointConfig
+from perex_t5x.utils import CheckpointConfig, DatasetConfig
 
 
 def train(
@@ -157,7 +157,7 @@ class Training:
                 f"MODEL_DIR = {args.model_dir!r}: give a path, as a string: --gin.MODEL_DIR=\"'runs/first'\"."
             )
         self.model_dir = os.path.expanduser(args.model_dir)
-        _check(args.total_steps, args.relative_steps, args.eval_period, args.stats_period, args.use_hardware_rng)
+        _check(args)
         self.trainer: Trainer = args.trainer_cls(model=args.model, partitioner=args.partitioner)
         self.setup = self._checked_setup() if setup is None else setup
         run_dir.prepare(self.model_dir, run_dir.tree_bytes(self.setup.shapes), args.dry_run)
@@ -260,21 +260,18 @@ class Training:
         init_begun = time.monotonic()
         seed = saved.get("random_seed", args.random_seed)
         seed = distributed.draw_seed() if seed is None else seed
-        state = _initial_state(setup, programs.init, seed, self.source, self._restore_cfg)
+        state = self._initial_state(programs.init, seed)
         init_seconds = time.monotonic() - init_begun
         step_fn, compile_seconds = programs.step.result()
         monitor_fn = programs.monitor.result()
         writer = MetricsWriter(self.model_dir, enabled=distributed.is_writer())
         writer.forget_after(int(state.step))
-        writer.write(
-            "train",
-            int(state.step),
-            {
-                "timing/compilation_seconds": compile_seconds,
-                "timing/init_or_restore_seconds": init_seconds,
-                "timing/start_seconds": time.monotonic() - self._begun,
-            },
-        )
+        timing = {
+            "timing/compilation_seconds": compile_seconds,
+            "timing/init_or_restore_seconds": init_seconds,
+            "timing/start_seconds": time.monotonic() - self._begun,
+        }
+        writer.write("train", int(state.step), timing)
         run = loop.Loop(
             trainer=setup.trainer,
             step_fn=step_fn,
@@ -297,6 +294,18 @@ class Training:
             run.close()
         return int(state.step), state
 
+    def _initial_state(self, init: Callable[[jax.Array], TrainState], seed: int) -> TrainState:
+        """Restored where there is something to restore; what is missing is initialised."""
+        if self.source is None:
+            return init(jax.random.key(seed))
+        shapes, shardings = self.setup.shapes, self.setup.shardings
+        # Another run's checkpoint gives parameters and optimizer state; the dropout of this run is its own.
+        parts = ("target", "state", "rng") if self._is_resumed else ("target", "state")
+        restored = checkpoints.restore(self.source, shapes, shardings, self._restore_cfg, parts)
+        base = init(jax.random.key(seed)) if checkpoints.leaves_missing(shapes, restored) else shapes
+        logging.info("starting from %s (step %d)", self.source, restored.step)
+        return checkpoints.merge(base, restored)
+
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     """What `function` returns, and the seconds it took."""
@@ -304,49 +313,21 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     return function(), time.monotonic() - begun
 
 
-def _check(
-    total_steps: int, relative_steps: int | None, eval_period: int, stats_period: int | None, use_hardware_rng: bool
-) -> None:
-    for name, value in (
-        ("total_steps", total_steps),
-        ("relative_steps", relative_steps),
-        ("eval_period", eval_period),
-        ("stats_period", stats_period),
-    ):
-        optional = name in ("relative_steps", "stats_period")
-        if value is None and optional:
+def _check(args: types.SimpleNamespace) -> None:
+    for name in ("total_steps", "relative_steps", "eval_period", "stats_period"):
+        value = getattr(args, name)
+        if value is None and name in ("relative_steps", "stats_period"):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             macro = " (macro TRAIN_STEPS)" if name == "total_steps" else ""
             raise ConfigError(f"train.{name} = {value!r}{macro}: must be a positive whole number.")
-    if use_hardware_rng:
+    if args.use_hardware_rng:
         logging.warning("train.use_hardware_rng is ignored: dropout masks are drawn per example.")
 
 
 def _where_to_start(model_dir: str, config: CheckpointConfig) -> str | None:
     """The checkpoint to read: the newest in the run's folder, else the one to start from, else None."""
     own = checkpoints.newest(model_dir)
-    if own is not None:
+    if own is not None or config.restore is None or not config.restore.path:
         return own
-    if config.restore is None or not config.restore.path:
-        return None
     return checkpoints.checkpoint_paths(config.restore.path, config.restore.mode)[-1]
-
-
-def _initial_state(
-    setup: Setup,
-    init: Callable[[jax.Array], TrainState],
-    seed: int,
-    source: str | None,
-    restore_cfg: RestoreCheckpointConfig | None,
-) -> TrainState:
-    """Restored where there is something to restore; what is missing is initialised."""
-    if source is None:
-        return init(jax.random.key(seed))
-    # Another run's checkpoint gives parameters and optimizer state; the dropout of this run is its own.
-    parts = ("target", "state", "rng") if restore_cfg is None else ("target", "state")
-    restored = checkpoints.restore(source, setup.shapes, setup.shardings, restore_cfg, parts)
-    is_whole = not checkpoints.leaves_missing(setup.shapes, restored)
-    base = setup.shapes if is_whole else init(jax.random.key(seed))
-    logging.info("starting from %s (step %d)", source, restored.step)
-    return checkpoints.merge(base, restored)

@@ -290,16 +290,12 @@ class Trainer:
         size, group = self.options.microbatch_size, self.options.group_size
         on_device = micro // shards
         where = f"the {on_device} examples{per}" + (f" on each of {shards} data shards" if shards > 1 else "")
-        if on_device % group:
-            raise ConfigError(
-                f"Trainer.group_size = {group} does not divide {where} of {binding} = {batch_size}. "
-                f"Nearest that does: {nearest_divisor(on_device, group)}."
-            )
-        if isinstance(size, int) and on_device % size:
-            raise ConfigError(
-                f"Trainer.microbatch_size = {size} does not divide {where} of {binding} = {batch_size}. "
-                f"Nearest that does: {nearest_divisor(on_device, size)}; 'auto' chooses by itself."
-            )
+        for name, part, hint in (("group_size", group, ""), ("microbatch_size", size, "; 'auto' chooses by itself")):
+            if isinstance(part, int) and on_device % part:
+                raise ConfigError(
+                    f"Trainer.{name} = {part} does not divide {where} of {binding} = {batch_size}. "
+                    f"Nearest that does: {nearest_divisor(on_device, part)}{hint}."
+                )
         if isinstance(size, int) and size % group:
             raise ConfigError(
                 f"Trainer.group_size = {group} does not divide Trainer.microbatch_size = {size}: a group is computed in one "

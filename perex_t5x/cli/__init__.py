@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from perex_t5x import extras
 from perex_t5x.cli import flags as flags_lib
-from perex_t5x.cli import status
+from perex_t5x.cli import status, subprocesses
 from perex_t5x.errors import ConfigError, Reason, is_full_disk
 
 
@@ -167,18 +167,14 @@ def _interrupted_by_signals() -> Iterator[None]:
         yield
         return
 
-    def interrupt(number: int, frame: Any) -> None:
+    def interrupt(number: int) -> None:
         signal.signal(number, signal.SIG_DFL)
         raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
 
     # What is ignored stays ignored: that is how nohup works.
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    former = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
+    with subprocesses.forwarding(interrupt, numbers):
         yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 def _failed(error: BaseException, reason: Reason) -> int:

@@ -133,16 +133,8 @@ def at_step(step: int) -> None:
 
 def write(reason: Reason, message: str = "", *, finding: str = "", step: int | None = None) -> Status:
     """Writes how this process ends, wherever that is wanted. Never raises: a status is not worth an error."""
-    status = Status(
-        reason,
-        reason.exit_code,
-        message,
-        finding,
-        _step if step is None else step,
-        time.time(),
-        _process_index,
-        socket.gethostname(),
-    )
+    step, host = _step if step is None else step, socket.gethostname()
+    status = Status(reason, reason.exit_code, message, finding, step, time.time(), _process_index, host)
     if _file is not None:
         with contextlib.suppress(Exception):
             files.write_atomically(_file, status.to_json() + "\n")

@@ -123,12 +123,4 @@ class CachedFeed(Feed):
         )
 
     def _position(self, step: int) -> dict[str, Any]:
-        return {
-            "feed": "cached",
-            "step": int(step),
-            "seed": self._seed,
-            "shuffle": self._seed is not None,
-            "batch_size": self.batch_size,
-            "num_examples": self.num_examples,
-            "fingerprint": self.fingerprint,
-        }
+        return {"feed": "cached", **super()._position(step), "num_examples": self.num_examples}

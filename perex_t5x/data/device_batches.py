@@ -33,7 +33,8 @@ def make_global_batch(read: Callable[[int, int], Rows], spec: Spec, shardings: S
     Where this process holds every row, that is one read and one transfer; elsewhere each device's shard is sliced from
     the range that contains it.
     """
-    _check_names(spec, shardings)
+    if missing := set(spec) - set(shardings):
+        raise ValueError(f"no sharding for {sorted(missing)}")
     if _holds_all_rows(shardings):
         batch_size = next(iter(spec.values())).shape[0]
         rows = read(0, batch_size)
@@ -56,11 +57,6 @@ def make_global_batch(read: Callable[[int, int], Rows], spec: Spec, shardings: S
 
 def _holds_all_rows(shardings: Shardings) -> bool:
     return all(s.is_fully_addressable for s in shardings.values())
-
-
-def _check_names(spec: Spec, shardings: Shardings) -> None:
-    if set(spec) - set(shardings):
-        raise ValueError(f"no sharding for {sorted(set(spec) - set(shardings))}")
 
 
 class prefetch(Iterator):  # noqa: N801 (used like a function: `for step, batch in prefetch(...)`)

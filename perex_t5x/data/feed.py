@@ -56,6 +56,7 @@ class Feed(abc.ABC):
       num_examples: rows of one epoch; None if unknown.
       num_steps: batches until `EndOfData`; None if it repeats for ever or the end is not known.
       description: one line for the log.
+      fingerprint: of the examples and what they depend on.
       has_state: whether `save_state` must be called for a checkpoint (streaming).
     """
 
@@ -63,7 +64,9 @@ class Feed(abc.ABC):
     num_examples: int | None
     num_steps: int | None
     description: str
+    fingerprint: str
     has_state: bool = False
+    _seed: int | None  # of the order; None without shuffling
 
     @property
     def batch_size(self) -> int:
@@ -81,7 +84,14 @@ class Feed(abc.ABC):
         """The global batch of step `step` (from 0): jax arrays, or NumPy without shardings."""
 
     @abc.abstractmethod
-    def _position(self, step: int) -> dict[str, Any]: ...
+    def _position(self, step: int) -> dict[str, Any]:
+        return {
+            "step": int(step),
+            "seed": self._seed,
+            "shuffle": self._seed is not None,
+            "batch_size": self.batch_size,
+            "fingerprint": self.fingerprint,
+        }
 
     def position(self, step: int) -> dict[str, Any]:
         """What a checkpoint at `step` has to remember, as JSON."""

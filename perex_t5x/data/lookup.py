@@ -137,10 +137,8 @@ def check_evaluation(cfg: Any, converter_cls: type, binding: str) -> Any:
 
 def _same_vocabulary(a: Any, b: Any) -> bool:
     """By kind and file; without reading files, which may be far away."""
-    if type(a) is not type(b):
-        return False
     path = "sentencepiece_model_file"
-    return getattr(a, path, None) == getattr(b, path, None)
+    return type(a) is type(b) and getattr(a, path, None) == getattr(b, path, None)
 
 
 def check_vocabulary(name: str, model: Any) -> None:

@@ -203,11 +203,7 @@ def next_fit(lengths_NxF: np.ndarray, capacity_F: np.ndarray, group: int):
     row, used, empty = -1, [], [0] * len(capacity_F)
     capacity = capacity_F.tolist()
     for i, lengths in enumerate(lengths_NxF.tolist()):
-        fits = i % group != 0
-        if fits:
-            for u, n, c in zip(used, lengths, capacity, strict=True):
-                fits = fits and u + n <= c
-        if not fits:
+        if i % group == 0 or any(u + n > c for u, n, c in zip(used, lengths, capacity, strict=True)):
             row, used = row + 1, empty
         rows.append(row)
         offsets.append(used)

@@ -71,8 +71,7 @@ class StreamingFeed(Feed):
         self._restore_from: str | None = None
         self._handed_out: collections.deque[tuple[int, dict]] = collections.deque(maxlen=_KEEP)
         self._ahead: collections.deque[dict] = collections.deque()
-        key = [provider.name, cfg.split, sorted(self._lengths.items()), converter.pack]
-        key.append(type(converter).__name__)
+        key = [provider.name, cfg.split, sorted(self._lengths.items()), converter.pack, type(converter).__name__]
         key += [[n, vocabulary_key(f.vocabulary)] for n, f in sorted(provider.output_features.items())]
         self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         self.description = (
@@ -168,15 +167,7 @@ class StreamingFeed(Feed):
         return self._position(step)
 
     def _position(self, step: int) -> dict[str, Any]:
-        return {
-            "feed": "streaming",
-            "step": int(step),
-            "seed": self._seed,
-            "shuffle": self._seed is not None,
-            "batch_size": self.batch_size,
-            "fingerprint": self.fingerprint,
-            "process_count": jax.process_count(),
-        }
+        return {"feed": "streaming", **super()._position(step), "process_count": jax.process_count()}
 
     # --- state --------------------------------------------------------------------------------
 

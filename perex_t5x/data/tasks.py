@@ -95,15 +95,8 @@ def _add(name: str, arguments: tuple, make_source, vocabulary, features, steps, 
 
 
 def _add_lm(name: str, arguments: tuple, make_source, vocabulary) -> None:
-    _add(
-        name,
-        arguments,
-        make_source,
-        vocabulary,
-        ["targets"],
-        [seqio.preprocessors.append_eos, preprocessors.split_into_chunks],
-        metric_fns=[metrics.log_likelihood],
-    )
+    steps = [seqio.preprocessors.append_eos, preprocessors.split_into_chunks]
+    _add(name, arguments, make_source, vocabulary, ["targets"], steps, metric_fns=[metrics.log_likelihood])
 
 
 def _stdlib_source() -> text_source.TextFilesSource:
@@ -181,24 +174,14 @@ def register_all(vocabulary: str | seqio.Vocabulary | None = None, c4_name: str 
     """
     vocabulary = get_vocabulary(vocabulary)
     _add_lm("python_stdlib_lm", (), _stdlib_source, vocabulary)
-    _add(
-        "python_stdlib_span_corruption",
-        (),
-        _stdlib_source,
-        vocabulary,
-        ["inputs", "targets"],
-        [preprocessors.chunks_for_span_corruption, preprocessors.span_corruption, seqio.preprocessors.append_eos],
-        metric_fns=[metrics.exact_match_and_token_accuracy(vocabulary)],
-    )
-    _add(
-        "python_stdlib_continuation",
-        (),
-        _stdlib_source,
-        vocabulary,
-        ["inputs", "targets"],
-        [preprocessors.split_off_prompt],
-        metric_fns=[metrics.exact_match_and_token_accuracy(vocabulary)],
-    )
+    corrupt = [preprocessors.chunks_for_span_corruption, preprocessors.span_corruption, seqio.preprocessors.append_eos]
+    steps_of = {
+        "python_stdlib_span_corruption": corrupt,
+        "python_stdlib_continuation": [preprocessors.split_off_prompt],
+    }
+    for name, steps in steps_of.items():
+        metric_fns = [metrics.exact_match_and_token_accuracy(vocabulary)]
+        _add(name, (), _stdlib_source, vocabulary, ["inputs", "targets"], steps, metric_fns=metric_fns)
     _add_lm("c4_en_lm", (c4_name,), lambda: seqio.TfdsDataSource(tfds_name=c4_name), vocabulary)
     global _default_vocabulary
     _default_vocabulary = vocabulary

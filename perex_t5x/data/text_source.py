@@ -118,14 +118,8 @@ class TextFilesSource(seqio.DataSource):
             else:
                 stat = os.stat(path)
                 sha.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())
-        logging.info(
-            "%s, split %s: %d files, %.1f MB, sha256 %s",
-            self.description,
-            split,
-            len(self.files(split)),
-            size / 1e6,
-            sha.hexdigest()[:16],
-        )
+        summary = f"{len(self.files(split))} files, {size / 1e6:.1f} MB, sha256 {sha.hexdigest()[:16]}"
+        logging.info("%s, split %s: %s", self.description, split, summary)
         return sha.hexdigest()
 
     def get_dataset(

@@ -11,9 +11,10 @@ Without other processes every function is a no-op, or does its work alone.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -208,20 +209,13 @@ def _patience() -> float:
     return PHASE_TIMEOUT if _group is None else _group.phase_timeout
 
 
-class _explained:  # noqa: N801 (used as a statement)
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
     """Turns waiting in vain into an error that says for what."""
-
-    def __init__(self, name: str):
-        self._name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, TimeoutError):
-            raise PeerLostError(
-                f"the processes lost each other at {self._name!r}: {error} (--phase_timeout)."
-            ) from error
+    try:
+        yield
+    except TimeoutError as e:
+        raise PeerLostError(f"the processes lost each other at {name!r}: {e} (--phase_timeout).") from e
 
 
 def _may_come_of_others(error: BaseException) -> bool:

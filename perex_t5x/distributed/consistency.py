@@ -104,19 +104,12 @@ def differences(told: Mapping[tuple[int, ...], Mapping[str, str]], hosts: Sequen
             shown = "; ".join(f"{value} in {_names(members, hosts)}" for value, members in values.items())
             lines.append(f"  {name}: {shown}")
     more = [f"  and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
-    return "\n".join(
-        [
-            "the processes were not started with the same configuration. They differ in",
-            *lines[:_MOST],
-            *more,
-            "Start all of them with the same files and flags.",
-        ]
-    )
+    start = "the processes were not started with the same configuration. They differ in"
+    return "\n".join([start, *lines[:_MOST], *more, "Start all of them with the same files and flags."])
 
 
 def _names(members: Iterable[int], hosts: Sequence[str]) -> str:
     members = sorted(members)
-    shown = ", ".join(f"{i} ({hosts[i]})" for i in members[:4]) + (
-        f" and {len(members) - 4} more" if len(members) > 4 else ""
-    )
+    more = f" and {len(members) - 4} more" if len(members) > 4 else ""
+    shown = ", ".join(f"{i} ({hosts[i]})" for i in members[:4]) + more
     return f"process {shown}" if len(members) == 1 else f"processes {shown}"

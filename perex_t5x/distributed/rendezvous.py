@@ -6,6 +6,7 @@ what is wrong. JAX's own service then takes the same port. (JAX alone ends a pro
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,7 +16,7 @@ import time
 from typing import Any
 
 from perex_t5x.distributed.process_info import ProcessInfo
-from perex_t5x.errors import ConfigError, Reason, TrainingError, UnreachableError
+from perex_t5x.errors import ConfigError, Reason, UnreachableError
 
 _GREETING = "perex_t5x rendezvous 1"
 _LONGEST = 1 << 20
@@ -143,13 +144,10 @@ def _missing(info: ProcessInfo, known: dict[int, dict[str, Any]], timeout: float
 def _answer(callers: dict[int, _Caller], verdict: dict[str, Any]) -> None:
     line = json.dumps({"greeting": _GREETING, **verdict}).encode() + b"\n"
     for caller in callers.values():
-        if caller.hello is None:
-            continue
-        try:
-            caller.connection.settimeout(5.0)
-            caller.connection.sendall(line)
-        except OSError:
-            pass  # it has gone; JAX's own connecting will miss it
+        if caller.hello is not None:
+            with contextlib.suppress(OSError):  # it has gone; JAX's own connecting will miss it
+                caller.connection.settimeout(5.0)
+                caller.connection.sendall(line)
 
 
 # --- the others -------------------------------------------------------------------------------------------------------
@@ -167,12 +165,10 @@ def _call(info: ProcessInfo, timeout: float) -> list[str]:
                 # Process 0 keeps the time; a little longer, so that its answer is the one that counts.
                 connection.settimeout(max(deadline - time.monotonic(), 0) + 10.0)
                 answer = _line(connection)
+                if not answer:
+                    raise ConnectionError("it closed the connection; did process 0 end?")
         except OSError as e:
             reason = e.strerror or str(e) or type(e).__name__
-            time.sleep(min(_RETRY_SECONDS, left))
-            continue
-        if answer == b"":
-            reason = "it closed the connection; did process 0 end?"
             time.sleep(min(_RETRY_SECONDS, left))
             continue
         verdict = _decoded(answer)
@@ -182,7 +178,8 @@ def _call(info: ProcessInfo, timeout: float) -> list[str]:
                 "already begun without this process. Choose another port, or restart all processes."
             )
         if "error" in verdict:
-            raise _error(verdict)
+            kind = UnreachableError if verdict.get("reason") == Reason.UNREACHABLE else ConfigError
+            raise kind(verdict["error"])  # what process 0 has raised
         _wait_for_service(info, deadline)
         return verdict["hosts"]
     lost = "lost the connection" if met else "cannot connect"
@@ -191,12 +188,6 @@ def _call(info: ProcessInfo, timeout: float) -> list[str]:
         f"(--initialization_timeout): {reason}. Is process 0 running, is this its address, is the port open in the "
         "firewall?"
     )
-
-
-def _error(verdict: dict[str, Any]) -> ConfigError | TrainingError:
-    """What process 0 has raised."""
-    kind = UnreachableError if verdict.get("reason") == Reason.UNREACHABLE else ConfigError
-    return kind(verdict["error"])
 
 
 def _line(connection: socket.socket) -> bytes:

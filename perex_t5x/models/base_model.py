@@ -38,8 +38,10 @@ class BaseTransformerModel(abc.ABC):
       label_smoothing: probability given away from the target, uniformly.
     """
 
-    # Features of a batch that the network needs; others are used where present.
+    # Features of a batch that the network needs, and those that it takes where they are present.
     REQUIRED_FEATURES: tuple[str, ...]
+    OPTIONAL_FEATURES: tuple[str, ...]
+    output_vocabulary: Any  # of what the model predicts
 
     def __init__(
         self,
@@ -49,28 +51,17 @@ class BaseTransformerModel(abc.ABC):
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
     ):
-        name = type(self).__name__
         self.module = module
         self.optimizer_def = optimizer_def
         self.z_loss = z_loss
         self.label_smoothing = label_smoothing
-        self.loss_normalizing_factor = losses.check_loss_arguments(
-            name, loss_normalizing_factor, z_loss, label_smoothing
-        )
+        losses.check_loss_arguments(type(self).__name__, loss_normalizing_factor, z_loss, label_smoothing)
+        self.loss_normalizing_factor = loss_normalizing_factor
 
     @classmethod
     @abc.abstractmethod
     def FEATURE_CONVERTER_CLS(cls) -> type:  # noqa: N802 (T5X's name)
         """SeqIO's feature converter class; imported when asked for, since SeqIO loads TensorFlow."""
-
-    @property
-    @abc.abstractmethod
-    def output_vocabulary(self) -> Any:
-        """The vocabulary of what the model predicts."""
-
-    @abc.abstractmethod
-    def _network_inputs(self, batch: Batch) -> dict[str, jax.Array | None]:
-        """The network's arguments among the batch's features."""
 
     @abc.abstractmethod
     def _start_decoding(self, params: Params, batch: Batch, max_decode_len: int | None) -> decoding.Start:
@@ -79,6 +70,11 @@ class BaseTransformerModel(abc.ABC):
     @abc.abstractmethod
     def flops_per_step(self, batch_size: int, feature_lengths: Mapping[str, int]) -> float:
         """FLOPs of the model in one forward and backward pass over a batch: products only, nothing recomputed."""
+
+    def _network_inputs(self, batch: Batch) -> dict[str, jax.Array | None]:
+        """The network's arguments among the batch's features."""
+        required = {name: batch[name] for name in self.REQUIRED_FEATURES}
+        return required | {name: batch.get(name) for name in self.OPTIONAL_FEATURES}
 
     @property
     def gathers_parameters(self) -> bool:
@@ -94,11 +90,7 @@ class BaseTransformerModel(abc.ABC):
 
     def sharded_dimensions(self) -> dict[str, int]:
         """Sizes that the mesh's `model` axis must divide."""
-        return {
-            "num_heads": self.config.num_heads,
-            "mlp_dim": self.config.mlp_dim,
-            "vocab_size": self.config.vocab_size,
-        }
+        return {name: getattr(self.config, name) for name in ("num_heads", "mlp_dim", "vocab_size")}
 
     def get_initial_variables(
         self, rng: jax.Array, input_shapes: Mapping[str, tuple[int, ...]], input_types: Mapping[str, Any] | None = None

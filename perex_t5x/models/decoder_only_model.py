@@ -31,6 +31,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     """
 
     REQUIRED_FEATURES = ("decoder_input_tokens",)
+    OPTIONAL_FEATURES = ("decoder_positions", "decoder_segment_ids")
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class DecoderOnlyModel(BaseTransformerModel):
         inputs_bidirectional_attention: bool = False,
     ):
         super().__init__(module, optimizer_def, loss_normalizing_factor, z_loss, label_smoothing)
-        self.vocabulary = vocabulary
+        self.vocabulary = self.output_vocabulary = vocabulary
         self.inputs_bidirectional_attention = inputs_bidirectional_attention
 
     @classmethod
@@ -52,10 +53,6 @@ class DecoderOnlyModel(BaseTransformerModel):
 
         return seqio.DecoderFeatureConverter
 
-    @property
-    def output_vocabulary(self) -> Any:
-        return self.vocabulary
-
     def flops_per_step(self, batch_size: int, feature_lengths: Mapping[str, int]) -> float:
         length = feature_lengths.get("decoder_target_tokens")
         if length is None:  # Lengths of the task's features: the converter joins inputs and targets in one row.
@@ -63,13 +60,8 @@ class DecoderOnlyModel(BaseTransformerModel):
         return batch_size * decoder_only_flops(self.config, length)
 
     def _network_inputs(self, batch: Batch) -> dict[str, jax.Array | None]:
-        bidirectional = self.inputs_bidirectional_attention
-        return {
-            "decoder_input_tokens": batch["decoder_input_tokens"],
-            "decoder_positions": batch.get("decoder_positions"),
-            "decoder_segment_ids": batch.get("decoder_segment_ids"),
-            "decoder_causal_attention": batch.get("decoder_causal_attention") if bidirectional else None,
-        }
+        marks_BxT = batch.get("decoder_causal_attention") if self.inputs_bidirectional_attention else None
+        return super()._network_inputs(batch) | {"decoder_causal_attention": marks_BxT}
 
     def _prompts(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Returns prompts as decoder inputs, [B, P], and the position of each one's last token, [B]."""

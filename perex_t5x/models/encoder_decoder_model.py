@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
@@ -28,6 +27,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     """
 
     REQUIRED_FEATURES = ("encoder_input_tokens", "decoder_input_tokens")
+    OPTIONAL_FEATURES = ("encoder_segment_ids", "decoder_segment_ids")
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     ):
         super().__init__(module, optimizer_def, loss_normalizing_factor, z_loss, label_smoothing)
         self.input_vocabulary = input_vocabulary
-        self._output_vocabulary = output_vocabulary
+        self.output_vocabulary = output_vocabulary
 
     @classmethod
     def FEATURE_CONVERTER_CLS(cls) -> type:  # noqa: N802 (T5X's name)
@@ -49,22 +49,10 @@ class EncoderDecoderModel(BaseTransformerModel):
 
         return seqio.EncDecFeatureConverter
 
-    @property
-    def output_vocabulary(self) -> Any:
-        return self._output_vocabulary
-
     def flops_per_step(self, batch_size: int, feature_lengths: Mapping[str, int]) -> float:
         inputs = feature_lengths.get("encoder_input_tokens") or feature_lengths["inputs"]
         targets = feature_lengths.get("decoder_target_tokens") or feature_lengths["targets"]
         return batch_size * encoder_decoder_flops(self.config, inputs, targets)
-
-    def _network_inputs(self, batch: Batch) -> dict[str, jax.Array | None]:
-        return {
-            "encoder_input_tokens": batch["encoder_input_tokens"],
-            "decoder_input_tokens": batch["decoder_input_tokens"],
-            "encoder_segment_ids": batch.get("encoder_segment_ids"),
-            "decoder_segment_ids": batch.get("decoder_segment_ids"),
-        }
 
     def _start_decoding(self, params: Params, batch: Batch, max_decode_len: int | None) -> decoding.Start:
         if "encoder_segment_ids" in batch:

@@ -115,10 +115,8 @@ def normalizer(batch: Mapping[str, jax.Array], factor: LossNormalizingFactor) ->
     return jnp.float32(1.0 if factor is None else factor)
 
 
-def check_loss_arguments(
-    model: str, factor: LossNormalizingFactor, z_loss: float, label_smoothing: float
-) -> LossNormalizingFactor:
-    """Returns the factor if all are usable; a ConfigError names the binding of the one that is not."""
+def check_loss_arguments(model: str, factor: LossNormalizingFactor, z_loss: float, label_smoothing: float) -> None:
+    """Raises a `ConfigError` that names the binding of the argument that is not usable."""
     if isinstance(factor, str):
         if factor not in NORMALIZERS:
             raise ConfigError(
@@ -131,4 +129,3 @@ def check_loss_arguments(
         raise ConfigError(f"{model}.z_loss = {z_loss!r}: must not be negative (T5 uses 0.0001).")
     if not 0.0 <= label_smoothing < 1.0:
         raise ConfigError(f"{model}.label_smoothing = {label_smoothing!r}: must be in [0, 1).")
-    return factor

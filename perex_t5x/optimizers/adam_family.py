@@ -145,18 +145,9 @@ def micro_adam_msq(
     >>> print(jnp.round(optimizer.update(stats.mean, optimizer.init(params), params, statistics=stats)[0], 3))
     [-0.115 -0.063]
     """
+    floors = {"floor": floor, "floor_scale": floor_scale}
     direction = scale_by_moments(
-        1,
-        0,
-        b1,
-        b2,
-        eps,
-        nesterov=nesterov,
-        mu_dtype=mu_dtype,
-        nu_dtype=nu_dtype,
-        floor=floor,
-        floor_scale=floor_scale,
-        name="micro_adam_msq",
+        1, 0, b1, b2, eps, nesterov=nesterov, mu_dtype=mu_dtype, nu_dtype=nu_dtype, **floors, name="micro_adam_msq"
     )
     return descend(direction, learning_rate, weight_decay, mask)
 

@@ -68,13 +68,8 @@ def standard_logical_axis_rules(
     ):
         if dims not in (1, 2):
             raise ConfigError(f"standard_logical_axis_rules.{name} = {dims!r}: must be 1 or 2.")
-    rules: list[tuple[str, MeshAxes]] = [
-        ("batch", DATA_AXES),
-        ("vocab", "model"),
-        ("mlp", "model"),
-        ("heads", "model"),
-        ("joined_kv", "model"),
-    ]
+    rules: list[tuple[str, MeshAxes]] = [("batch", DATA_AXES)]
+    rules += [(name, "model") for name in ("vocab", "mlp", "heads", "joined_kv")]
     if activation_partitioning_dims == 2:
         rules.append(("embed", "model"))
     if parameter_partitioning_dims == 2:
