@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import signal
 import sys
 import tempfile
 
@@ -24,6 +25,11 @@ _CACHE = "PEREX_T5X_TEST_CACHE"
 if _CACHE not in os.environ:
     os.environ[_CACHE] = tempfile.mkdtemp(prefix="perex_t5x_jax_cache_")
     atexit.register(shutil.rmtree, os.environ[_CACHE], ignore_errors=True)
+
+# A job in the background ignores Ctrl-C, one under nohup SIGHUP, and so would the processes that the tests interrupt.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 import gin  # noqa: E402
 import jax  # noqa: E402
