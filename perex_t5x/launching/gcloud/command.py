@@ -67,10 +67,7 @@ def main(args: Any, words: list[str]) -> int:
     request = request.in_bucket().located(commands)
     target = Resource(request.name, request.project, request.zone, request.slices, args.internal_ip)
     options = Options(
-        args.out or os.path.join("launches", request.name),
-        args.wait_hours,
-        args.remote_python,
-        tuple(args.create_flag),
+        args.out or os.path.join("launches", request.name), args.wait_hours, args.remote_python, tuple(args.create_flag)
     )
     todo = Steps(target, commands)
     if command == "launch":

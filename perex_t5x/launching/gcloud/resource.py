@@ -54,11 +54,7 @@ class Resource:
         """Requests the slices. Only gcloud's alpha commands know named reservations, and the shapes of some chips."""
         one = self.slices == 1
         nodes = [f"--node-id={self.name}"] if one else [f"--node-count={self.slices}", f"--node-prefix={self.name}"]
-        labels = {
-            LABEL_NAME: self.name,
-            LABEL_RUN: request.work.fingerprint,
-            LABEL_COMMIT: names.label_value(commit),
-        }
+        labels = {LABEL_NAME: self.name, LABEL_RUN: request.work.fingerprint, LABEL_COMMIT: names.label_value(commit)}
         tier = []
         if request.spot:
             tier = ["--spot"]

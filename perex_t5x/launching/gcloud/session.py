@@ -115,11 +115,7 @@ class Session:
         """How to continue with a run that is no longer followed; the last line says how to delete it."""
         where = shlex.join([f"--name={self.request.name}", *self.steps.target.where])
         tool = "launch/gcloud_tpu.py"
-        return [
-            f"follow it:  {tool} follow {where}",
-            f"stop it:    {tool} stop {where}",
-            self.steps.target.still_there,
-        ]
+        return [f"follow it:  {tool} follow {where}", f"stop it:    {tool} stop {where}", self.steps.target.still_there]
 
     def _run(self) -> int:
         failures = 0

@@ -163,19 +163,11 @@ def jobset(shape: Shape, command: Sequence[str], paths: Sequence[str]) -> dict[s
             "failurePolicy": {
                 "maxRestarts": shape.max_restarts,
                 "rules": [
-                    {
-                        "name": "finalExitCode",
-                        "action": "FailJobSet",
-                        "onJobFailureReasons": ["PodFailurePolicy"],
-                    }
+                    {"name": "finalExitCode", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
                 ],
             },
             "replicatedJobs": [
-                {
-                    "name": REPLICATED_JOB,
-                    "replicas": shape.slices,
-                    "template": {"spec": _job(shape, command, paths)},
-                }
+                {"name": REPLICATED_JOB, "replicas": shape.slices, "template": {"spec": _job(shape, command, paths)}}
             ],
         },
     }

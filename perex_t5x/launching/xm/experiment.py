@@ -111,17 +111,11 @@ class Experiment:
         [self._binary] = made.package(
             [
                 self._xm.Packageable(
-                    executable_spec=self._xm.Binary(path=sys.executable),
-                    executor_spec=self._xm_local.Local.Spec(),
+                    executable_spec=self._xm.Binary(path=sys.executable), executor_spec=self._xm_local.Local.Spec()
                 )
             ]
         )
-        self._entry = {
-            "experiment_id": made.experiment_id,
-            "title": self.title,
-            "started": _now(),
-            "work_units": {},
-        }
+        self._entry = {"experiment_id": made.experiment_id, "title": self.title, "started": _now(), "work_units": {}}
         logging.info("XManager experiment %d, %r", made.experiment_id, self.title)
 
     def _write_record(self) -> None:
