@@ -45,6 +45,13 @@ def define_launch_flags() -> None:
     flags.DEFINE_list("with_package", [], "More wheels or project folders to install, such as your own tasks.")
 
 
+# Flags that a `Request` has under the same names.
+_AS_FLAGS = (
+    *("project", "zone", "spot", "reservation", "skip_preflight", "skip_gin_check", "yes", "keep"),
+    *("allow_uncommitted", "max_restarts", "dry_run"),
+)
+
+
 @dataclass(frozen=True)
 class Request:
     """What a launch was asked to do.
@@ -101,26 +108,15 @@ class Request:
         slices = args.slices if args.slices is not None else (work.slices if work else 1)
         if slices < 1:
             raise ConfigError(f"--slices={slices}: must be at least 1.")
+        slice_of = (topology, args.accelerator_type, args.runtime_version, args.price_per_chip_hour)
         return cls(
             name=args.name or names.check_name(names.suggestion(work.name) or work.name),
             work=work,
-            slice=Slice.of(topology, args.accelerator_type, args.runtime_version, args.price_per_chip_hour)
-            if topology
-            else None,
+            slice=Slice.of(*slice_of) if topology else None,
             slices=slices,
-            project=args.project,
-            zone=args.zone,
-            spot=args.spot,
-            reservation=args.reservation,
-            skip_preflight=args.skip_preflight,
-            yes=args.yes,
-            keep=args.keep,
-            allow_uncommitted=args.allow_uncommitted,
-            max_restarts=args.max_restarts,
             with_package=tuple(args.with_package),
-            dry_run=args.dry_run,
-            skip_gin_check=args.skip_gin_check,
             reserved=getattr(args, "reserved", False),  # TPU VMs alone
+            **{name: getattr(args, name) for name in _AS_FLAGS},
         )
 
     def located(self, commands: Commands) -> Request:
@@ -143,7 +139,5 @@ class Request:
     def in_bucket(self) -> Request:
         """The same; raises `ConfigError` unless everything is written to a bucket, as hosts of a slice must."""
         if self.work is not None:
-            flag = "--dir" if self.work.sweep else "--gin.MODEL_DIR"
-            for path in dict.fromkeys([self.work.root, *(job.model_dir for job in self.work.jobs)]):
-                names.check_bucket_path(path, flag)
+            self.work.check_in_bucket()
         return self

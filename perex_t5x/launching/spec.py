@@ -89,6 +89,11 @@ class Work:
         """The same for launches that write into the same folder."""
         return names.fingerprint(self.root.rstrip("/"))
 
+    def check_in_bucket(self) -> None:
+        """Raises `ConfigError` unless everything is written to a bucket."""
+        for path in dict.fromkeys([self.root, *(job.model_dir for job in self.jobs)]):
+            names.check_bucket_path(path, "--dir" if self.sweep else "--gin.MODEL_DIR")
+
     def to_json(self, indent: int | None = 1) -> str:
         """jobs.json; without `indent` on one line."""
         jobs = [dataclasses.asdict(job) for job in self.jobs]
@@ -159,72 +164,53 @@ def _sweep(args: Any, flags: Sequence[str]) -> Work:
     return Work(sweep.name, root, tuple(jobs), plan.described(), doubles, extra.paths, *_topology())
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """A single run's Gin files: where it writes, and its batch size and steps if it is a training, else 0."""
+def read_single(args: Any, such_as: str) -> tuple[list[str], str, int, int]:
+    """A single run's bindings, its folder (`such_as` is an example), its batch size and its steps; 0 if it is no training.
 
-    folder: str | None
-    batch_size: int
-    train_steps: int
-
-
-def parse(args: Any, bindings: Sequence[str]) -> Parsed:
-    """Parses --gin_file with these bindings; Gin holds them afterwards."""
+    Gin holds its configuration afterwards.
+    """
     import gin
 
-    from perex_t5x import gin_utils
     from perex_t5x.experiments.sweep import scaling
+    from perex_t5x.experiments.sweep.runs import absolute
 
+    for name in ("sweep_bindings", "only", "print_commands"):
+        if getattr(args, name, None):
+            raise ConfigError(f"--{name} is only for sweeps: add --sweep.")
+    bindings = [*args.gin_bindings, *([f"MODEL_DIR = {absolute(args.dir)!r}"] if args.dir else [])]
     gin.clear_config()
     gin_utils.parse_gin_flags(args.gin_search_paths, args.gin_file, bindings)
     folder = next((value for name in _FOLDERS if (value := _macro(name))), None)
     if not isinstance(folder, str):
-        return Parsed(None, 0, 0)
+        raise ConfigError(f"the Gin files set no MODEL_DIR: use those of a run, and set --gin.MODEL_DIR={such_as}.")
     if args.module != "perex_t5x.train":
-        return Parsed(folder, 0, 0)
+        return bindings, folder, 0, 0
     base = scaling.read_settings()
-    return Parsed(folder, base.batch_size.value, base.train_steps)
+    return bindings, folder, base.batch_size.value, base.train_steps
+
+
+def arguments(
+    module: str, search_paths: Sequence[str], files: Sequence[str], bindings: Sequence[str], flags: Sequence[str]
+) -> list[str]:
+    """The command of a single run, after `python`."""
+    paths = [f"--gin_search_paths={','.join(search_paths)}"] if search_paths else []
+    gin_files = [f"--gin_file={name}" for name in files]
+    return ["-m", module, *paths, *gin_files, *(f"--gin_bindings={binding}" for binding in bindings), *flags]
 
 
 def _single(args: Any, flags: Sequence[str]) -> Work:
     from perex_t5x.experiments.sweep.runs import absolute
 
-    for name in ("sweep_bindings", "only"):
-        if getattr(args, name):
-            raise ConfigError(f"--{name} is only for sweeps: add --sweep.")
-    bindings = list(args.gin_bindings)
-    if args.dir:
-        bindings.append(f"MODEL_DIR = {args.dir!r}")
-    parsed = parse(args, bindings)
-    folder = parsed.folder
-    if folder is None:
-        raise ConfigError(
-            "the Gin files set no MODEL_DIR: use those of a run, and set --gin.MODEL_DIR=gs://BUCKET/FOLDER."
-        )
+    bindings, folder, batch_size, train_steps = read_single(args, such_as="gs://BUCKET/FOLDER")
     extra = ExtraGinFiles(args.gin_search_paths)
     files = [extra.add(name) for name in args.gin_file]
-    paths = _search_paths(extra)
-    arguments = (
-        "-m",
-        args.module,
-        *([f"--gin_search_paths={','.join(paths)}"] if paths else []),
-        *(f"--gin_file={name}" for name in files),
-        *(f"--gin_bindings={binding}" for binding in bindings),
-        *flags,
-    )
+    words = arguments(args.module, _search_paths(extra), files, bindings, flags)
     root = absolute(folder.rstrip("/"))
-    if root != folder and "://" not in folder:
-        arguments += (f"--gin_bindings=MODEL_DIR = {root!r}",) if folder == _macro("MODEL_DIR") else ()
+    if root != folder and "://" not in folder and folder == _macro("MODEL_DIR"):
+        words.append(f"--gin_bindings=MODEL_DIR = {root!r}")
     name = root.rpartition("/")[2]
-    return Work(
-        name,
-        root,
-        (Job(name, arguments, root, parsed.batch_size, parsed.train_steps),),
-        None,
-        {},
-        extra.paths,
-        *_topology(),
-    )
+    job = Job(name, tuple(words), root, batch_size, train_steps)
+    return Work(name, root, (job,), None, {}, extra.paths, *_topology())
 
 
 def _search_paths(extra: ExtraGinFiles) -> tuple[str, ...]:

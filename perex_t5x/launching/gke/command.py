@@ -24,7 +24,6 @@ import dataclasses
 import os
 import shlex
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,7 @@ from absl import flags
 
 from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, did_you_mean
-from perex_t5x.launching import checks, names
-from perex_t5x.launching import collect as bucket_files
+from perex_t5x.launching import checks, collect, names
 from perex_t5x.launching.gke import create, logs
 from perex_t5x.launching.gke.cluster import Cluster, State, connected, exit_codes, pod_phases, troubles, warnings
 from perex_t5x.launching.gke.create import JOBS_FILE
@@ -98,8 +96,8 @@ def main(args: Any, words: list[str]) -> int:
 
 
 def _launch(args: Any) -> int:
-    asked, plans = _planned(args)
-    cluster = _cluster(args)
+    asked = _request(args)
+    plans, cluster = create.planned(asked, args), _cluster(args)
     create.check_cluster(cluster, plans[0].shape)
     try:
         former = create.check_free(cluster, plans)
@@ -109,11 +107,6 @@ def _launch(args: Any) -> int:
             return logs.follow(cluster, asked.name, args.poll_seconds, lambda: leftovers.keep(what))
     except create.AlreadyRunningError as e:
         return _offer(e, cluster, asked, args)
-
-
-def _planned(args: Any) -> tuple[Request, list[create.Planned]]:
-    asked = _request(args)
-    return asked, create.planned(asked, args)
 
 
 def _request(args: Any) -> Request:
@@ -165,8 +158,7 @@ def _offer(error: create.AlreadyRunningError, cluster: Cluster, asked: Request, 
 
 
 def _manifest(args: Any) -> int:
-    _, plans = _planned(args)
-    text = as_yaml(part for plan in plans for part in (plan.config_map(), plan.jobset()))
+    text = as_yaml(part for plan in create.planned(_request(args), args) for part in (plan.config_map(), plan.jobset()))
     if args.out is None:
         print(text, end="")
         return 0
@@ -191,7 +183,12 @@ def _collect(args: Any) -> int:
         if args.dry_run:
             raise ConfigError("a dry run of `collect` needs the flags of the launch, including --sweep or --gin_file.")
         work, commands = work_of(cluster, name), cluster.commands
-    collect(work, name, args.out or os.path.join("launches", name), commands)
+    out = args.out or os.path.join("launches", name)
+    if not commands.dry_run:
+        kept = os.path.join(out, ".launch", name)
+        os.makedirs(kept, exist_ok=True)
+        Path(kept, JOBS_FILE).write_text(work.to_json(), encoding="utf-8")
+    collect.collect(work.root, name, out, commands)
     return 0
 
 
@@ -270,19 +267,5 @@ def work_of(cluster: Cluster, group: str) -> Work:
     newest = max(maps, key=lambda one: one["metadata"].get("creationTimestamp", ""))
     launch = newest["metadata"]["labels"].get(LAUNCH_LABEL)
     maps = [one for one in maps if one["metadata"]["labels"].get(LAUNCH_LABEL) == launch]
-    return joined([Work.from_json(one["data"]["file-0"]) for one in maps])
-
-
-def joined(parts: Sequence[Work]) -> Work:
-    """The work of several JobSets."""
+    parts = [Work.from_json(one["data"]["file-0"]) for one in maps]
     return dataclasses.replace(parts[0], jobs=tuple(job for part in parts for job in part.jobs))
-
-
-def collect(work: Work, name: str, out: str, commands: Commands) -> None:
-    """Downloads all but checkpoints to `out`; for a sweep also writes what `perex_t5x.experiments.report` reads."""
-    if not commands.dry_run:
-        kept = os.path.join(out, ".launch", name)
-        os.makedirs(kept, exist_ok=True)
-        with open(os.path.join(kept, JOBS_FILE), "w", encoding="utf-8") as f:
-            f.write(work.to_json())
-    bucket_files.collect(work.root, name, out, commands)

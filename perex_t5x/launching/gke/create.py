@@ -21,23 +21,20 @@ from perex_t5x.launching.request import Request
 from perex_t5x.launching.shell import CommandError, Leftovers, say
 from perex_t5x.launching.spec import GIN_FOLDER
 
-INSTALL_JOBSET = (
-    "kubectl apply --server-side "
-    "--filename=https://github.com/kubernetes-sigs/jobset/releases/latest/download/manifests.yaml"
-)
-INSTALL_KUEUE = (
-    "kubectl apply --server-side "
-    "--filename=https://github.com/kubernetes-sigs/kueue/releases/latest/download/manifests.yaml"
+INSTALL_JOBSET, INSTALL_KUEUE = (
+    f"kubectl apply --server-side --filename=https://github.com/kubernetes-sigs/{name}/releases/latest/download/manifests.yaml"
+    for name in ("jobset", "kueue")
 )
 JOBS_FILE = "jobs.json"
 # The folder of jobs.json is mounted read-only.
 COMMAND = (
-    "python",
-    "-m",
-    "perex_t5x.launching.worker",
-    f"--jobs={MOUNTED_AT}/{JOBS_FILE}",
-    "--log_dir=/tmp/perex-logs",
-    "--lock=/tmp/perex-worker.lock",
+    *("python", "-m", "perex_t5x.launching.worker", f"--jobs={MOUNTED_AT}/{JOBS_FILE}"),
+    *("--log_dir=/tmp/perex-logs", "--lock=/tmp/perex-worker.lock"),
+)
+# Flags that `Shape` has under the same names.
+_OF_SHAPE = (
+    *("image", "namespace", "queue", "priority", "service_account", "grace_seconds", "host_network", "privileged"),
+    *("spot", "reservation", "max_restarts"),
 )
 
 
@@ -52,8 +49,7 @@ class Planned:
         return manifest.jobset(self.shape, COMMAND, list(self.files))
 
     def config_map(self, owner: str | None = None) -> dict[str, Any]:
-        shape = self.shape
-        return manifest.config_map(shape.name, shape.launch, shape.namespace, manifest.labels(shape), self.files, owner)
+        return manifest.config_map(self.shape, self.files, owner)
 
 
 def planned(request: Request, args: Any) -> list[Planned]:
@@ -83,23 +79,13 @@ def planned(request: Request, args: Any) -> list[Planned]:
             group=request.name,
             run=work.fingerprint,
             launch=launch,
-            image=args.image,
             accelerator=slice_.gke_accelerator,
             topology=slice_.gke_topology,
             hosts=slice_.chips // chips_per_host,
             chips_per_host=chips_per_host,
             slices=request.slices,
-            namespace=args.namespace,
-            queue=args.queue,
-            priority=args.priority,
-            service_account=args.service_account,
-            spot=request.spot,
-            reservation=request.reservation,
-            max_restarts=request.max_restarts,
-            grace_seconds=args.grace_seconds,
             ttl_seconds=round(args.ttl_hours * 3600),
-            host_network=args.host_network,
-            privileged=args.privileged,
+            **{name: getattr(args, name) for name in _OF_SHAPE},
         )
         plans.append(Planned(shape, {JOBS_FILE: part.to_json(), **gin}))
         plans[-1].config_map()  # fails if it is too large, before anything is created

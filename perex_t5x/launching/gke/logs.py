@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any
 from perex_t5x.errors import ConfigError, Reason, TrainingError
 from perex_t5x.launching.gke.cluster import FAILED, Cluster, State, exit_codes, first_pod, troubles
 from perex_t5x.launching.gke.manifest import CONTAINER
-from perex_t5x.launching.shell import CommandError, Leftovers, end
+from perex_t5x.launching.shell import CommandError, Leftovers, end, say
 from perex_t5x.launching.spec import FINAL_REASONS
 
 _MOST_SILENT_POLLS = 30
@@ -145,13 +144,13 @@ def _say(seen: dict[str, str], subject: str, words: str) -> None:
     """Prints what has changed."""
     if seen.get(subject) != words:
         seen[subject] = words
-        print(words, file=sys.stderr, flush=True)
+        say(words)
 
 
 def _finished(cluster: Cluster, group: str, states: list[State]) -> int:
     failed = [state for state in states if state.phase == FAILED]
     if not failed:
-        print(f"{group} is finished. {_how_to_delete(cluster, group)}", file=sys.stderr, flush=True)
+        say(f"{group} is finished. {_how_to_delete(cluster, group)}")
         return 0
     reasons = {Reason.of_exit_code(code) for state in failed for code in exit_codes(cluster.pods(state.name))}
     if Reason.CONFIGURATION in reasons:
@@ -162,11 +161,9 @@ def _finished(cluster: Cluster, group: str, states: list[State]) -> int:
         reason, why = Reason.ERROR, f"{', '.join(sorted(final))}: a restart would end in the same way"
     else:
         reason, why = Reason.ERROR, f"given up after {max(state.restarts for state in failed)} restarts"
-    print(
+    say(
         f"{group}: {', '.join(state.name for state in failed)} failed: {why}.\n"
-        f"details: {command('status', cluster, group)}\n{_how_to_delete(cluster, group)}",
-        file=sys.stderr,
-        flush=True,
+        f"details: {command('status', cluster, group)}\n{_how_to_delete(cluster, group)}"
     )
     return reason.exit_code
 

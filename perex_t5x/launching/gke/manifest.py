@@ -45,19 +45,10 @@ class Shape:
       group: the name of the launch, shared by all its JobSets.
       run: fingerprint of the folder that is written to: the same for two launches of the same run.
       launch: unique to this launch; finds what it leaves behind.
-      image: of the container.
       accelerator, topology: the labels of GKE's TPU nodes, such as tpu-v5-lite-podslice and 16x16.
       hosts, chips_per_host: of one slice.
-      slices: number of slices that work together.
-      queue: Kueue's LocalQueue; None without Kueue.
-      priority: a PriorityClass of the cluster.
-      service_account: Kubernetes service account of the pods; with Workload Identity it may write to the bucket.
-      spot, reservation: which nodes are used.
-      max_restarts: of the whole JobSet, after preemptions and crashes.
-      grace_seconds: between SIGTERM and SIGKILL, for saving.
-      ttl_seconds: after which the cluster deletes a finished JobSet.
-      host_network: the pods use the nodes' network: faster between slices, but without Workload Identity.
       privileged: a privileged container, which may lock memory for the TPU driver; False: it may only raise that limit.
+      others: as the flags of these names.
     """
 
     name: str
@@ -86,22 +77,22 @@ class Shape:
         if problems := self._problems():
             raise ConfigError("\n".join(problems))
 
-    def coordinator(self) -> str:
-        """The hostname of process 0 of slice 0, from JobSet's headless service."""
-        return f"{self.name}-{REPLICATED_JOB}-0-0.{self.name}"
-
-    def longest_pod_name(self) -> str:
-        """With the five characters that Kubernetes appends."""
-        return f"{self.name}-{REPLICATED_JOB}-{self.slices - 1}-{self.hosts - 1}-abcde"
+    @property
+    def config_map(self) -> str:
+        """Its name, unique to a launch: what an earlier one of that name has left must neither conflict nor be mounted."""
+        return f"{self.name}-{self.launch}"
 
     def _problems(self) -> list[str]:
         """All at once."""
         problems = []
+        longest_pod_name = (
+            f"{self.name}-{REPLICATED_JOB}-{self.slices - 1}-{self.hosts - 1}-abcde"  # Kubernetes appends five
+        )
         if not _DNS_LABEL.fullmatch(self.name):
             problems.append(f"--name={self.name!r}: only a-z, 0-9 and -, beginning with a letter.")
-        elif (excess := len(self.longest_pod_name()) - LONGEST_NAME) > 0:
+        elif (excess := len(longest_pod_name) - LONGEST_NAME) > 0:
             problems.append(
-                f"--name={self.name}: {excess} characters too long: a pod would be named {self.longest_pod_name()!r}."
+                f"--name={self.name}: {excess} characters too long: a pod would be named {longest_pod_name!r}."
             )
         if not _IMAGE.fullmatch(self.image):
             problems.append(
@@ -198,14 +189,13 @@ def _job(shape: Shape, command: Sequence[str], paths: Sequence[str]) -> dict[str
 
 
 def _pod(shape: Shape, command: Sequence[str], paths: Sequence[str]) -> dict[str, Any]:
-    files = config_map_name(shape.name, shape.launch)
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": shape.grace_seconds,
         "nodeSelector": node_selector(shape),
         "containers": [_container(shape, command)],
         "volumes": [
-            {"name": "files", "configMap": {"name": files, "items": mounted_items(paths)}},
+            {"name": "files", "configMap": {"name": shape.config_map, "items": mounted_items(paths)}},
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
@@ -259,37 +249,19 @@ def _environment(shape: Shape) -> list[dict[str, Any]]:
         environment += [
             {"name": "MEGASCALE_NUM_SLICES", "value": str(shape.slices)},
             {"name": "MEGASCALE_SLICE_ID", "valueFrom": index},
-            {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": shape.coordinator()},
+            # Process 0 of slice 0, from JobSet's headless service.
+            {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": f"{shape.name}-{REPLICATED_JOB}-0-0.{shape.name}"},
         ]
     return environment
 
 
-def config_map_name(jobset: str, launch: str) -> str:
-    """Unique to a launch: what an earlier one of the same name has left must neither conflict nor be mounted.
-
-    >>> config_map_name("sqrt-lr", "00c0ffee")
-    'sqrt-lr-00c0ffee'
-    """
-    return f"{jobset}-{launch}"
-
-
-def config_map(
-    jobset: str,
-    launch: str,
-    namespace: str,
-    labels: Mapping[str, str],
-    files: Mapping[str, str],
-    owner: str | None = None,
-) -> dict[str, Any]:
-    """The ConfigMap that holds `files` (path -> text) for a JobSet.
+def config_map(shape: Shape, files: Mapping[str, str], owner: str | None = None) -> dict[str, Any]:
+    """The ConfigMap that holds `files` for a JobSet.
 
     Keys must not contain a slash, so they are numbered, and `mounted_items` maps them to paths.
 
     Args:
-      jobset: name of the JobSet.
-      launch: the launch that creates both.
-      namespace: of both.
-      labels: of the JobSet.
+      shape: of the JobSet.
       files: path under `MOUNTED_AT` -> text.
       owner: uid of the JobSet, with which the ConfigMap is deleted; None in a manifest file.
     """
@@ -306,11 +278,10 @@ def config_map(
             f"largest: {largest}. Split the runs over more JobSets (--jobsets), launch some of them with --only=..., or "
             "build your Gin files into the image."
         )
-    name = config_map_name(jobset, launch)
-    metadata: dict[str, Any] = {"name": name, "namespace": namespace, "labels": dict(labels)}
+    metadata: dict[str, Any] = {"name": shape.config_map, "namespace": shape.namespace, "labels": labels(shape)}
     if owner:
-        metadata["ownerReferences"] = [{"apiVersion": API_VERSION, "kind": "JobSet", "name": jobset, "uid": owner}]
-    data = {_key(number): files[path] for number, path in enumerate(files)}
+        metadata["ownerReferences"] = [{"apiVersion": API_VERSION, "kind": "JobSet", "name": shape.name, "uid": owner}]
+    data = {f"file-{number}": text for number, text in enumerate(files.values())}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "data": data}
 
 
@@ -320,11 +291,7 @@ def mounted_items(paths: Sequence[str]) -> list[dict[str, str]]:
     >>> mounted_items(["jobs.json", "gin/runs/mine.gin"])
     [{'key': 'file-0', 'path': 'jobs.json'}, {'key': 'file-1', 'path': 'gin/runs/mine.gin'}]
     """
-    return [{"key": _key(number), "path": path} for number, path in enumerate(paths)]
-
-
-def _key(number: int) -> str:
-    return f"file-{number}"
+    return [{"key": f"file-{number}", "path": path} for number, path in enumerate(paths)]
 
 
 class _Dumper(yaml.SafeDumper):

@@ -19,6 +19,7 @@ from perex_t5x.cli import console
 from perex_t5x.cli import flags as cli_flags
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.launching.request import define_launch_flags
+from perex_t5x.launching.shell import say
 
 EXECUTORS = ("local", "vertex", "gke")
 
@@ -72,25 +73,12 @@ def launch(args: Any) -> int:
         raise ConfigError(
             f"--executor={args.executor}: known are {', '.join(EXECUTORS)}.{did_you_mean(args.executor, EXECUTORS)}"
         )
-    return _EXECUTORS[args.executor](args)
+    if args.executor == "gke":
+        return hand_over_to_gke()
+    from perex_t5x.launching.xm import local, vertex
 
+    return (local if args.executor == "local" else vertex).launch(args)
 
-def _local(args: Any) -> int:
-    from perex_t5x.launching.xm import experiment
-
-    experiment.modules()  # fails without XManager, before anything is read
-    from perex_t5x.launching.xm import local
-
-    return local.launch(args)
-
-
-def _vertex(args: Any) -> int:
-    from perex_t5x.launching.xm import vertex
-
-    return vertex.launch(args)
-
-
-_EXECUTORS = {"local": _local, "vertex": _vertex, "gke": lambda args: hand_over_to_gke()}
 
 # --- --gin.NAME=VALUE and --sweep.NAME=VALUE under `xmanager launch`, which reads flags before a script does ---
 
@@ -177,10 +165,8 @@ def hand_over_to_gke() -> int:
     if not script.is_file():
         raise ConfigError(f"{script} does not exist: launch from a checkout of perex_t5x.")
     argv = [sys.executable, str(script), *given()]
-    print(
-        "XManager's Kubernetes executor cannot run TPU slices; continuing with launch/gke.py, which it does not record.",
-        file=sys.stderr,
-        flush=True,
+    say(
+        "XManager's Kubernetes executor cannot run TPU slices; continuing with launch/gke.py, which it does not record."
     )
     sys.stdout.flush()
     os.execv(sys.executable, argv)

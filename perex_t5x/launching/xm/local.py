@@ -22,7 +22,7 @@ from perex_t5x.experiments.sweep.overview import Overview
 from perex_t5x.experiments.sweep.plan import Plan
 from perex_t5x.experiments.sweep.runs import DONE, STOPPED, Result, Run, absolute
 from perex_t5x.launching import spec
-from perex_t5x.launching.xm.experiment import Experiment
+from perex_t5x.launching.xm.experiment import Experiment, modules
 
 _PERIOD = float(os.environ.get("PEREX_T5X_PROGRESS_SECONDS", "5"))
 _FIRST_LINES = 10  # of a log that is followed
@@ -30,6 +30,7 @@ _FIRST_LINES = 10  # of a log that is followed
 
 def launch(args: Any) -> int:
     """Runs the sweep, or the single run, to its end; returns the exit code."""
+    modules()  # fails without XManager, before anything is read
     _check_flags(args)
     if not args.sweep:
         return launch_single(args)
@@ -76,10 +77,8 @@ class SingleRun(Run):
         return self.model_dir
 
     def command(self, root: str, python: str | None = None) -> list[str]:
-        paths = [f"--gin_search_paths={','.join(self.search_paths)}"] if self.search_paths else []
-        files = [f"--gin_file={name}" for name in self.files]
-        bindings = [f"--gin_bindings={binding}" for binding in self.bindings]
-        return [python or sys.executable, "-m", self.module, *paths, *files, *bindings, *self.flags]
+        words = spec.arguments(self.module, self.search_paths, self.files, self.bindings, self.flags)
+        return [python or sys.executable, *words]
 
 
 def launch_single(args: Any) -> int:
@@ -136,14 +135,8 @@ def from_flags(args: Any) -> SingleRun:
 
     if not args.gin_file:
         raise ConfigError("nothing to run: give --gin_file=runs/quickstart.gin, or --sweep=sweeps/learning_rate.gin.")
-    for name in ("sweep_bindings", "only", "print_commands"):
-        if getattr(args, name, None):
-            raise ConfigError(f"--{name} is only for sweeps: add --sweep.")
-    bindings = [*args.gin_bindings, *([f"MODEL_DIR = {absolute(args.dir)!r}"] if args.dir else [])]
     gin_command.load_training(args)
-    parsed = spec.parse(args, bindings)
-    if (folder := parsed.folder) is None:
-        raise ConfigError("the Gin files set no MODEL_DIR: use those of a run, and set --gin.MODEL_DIR=FOLDER.")
+    bindings, folder, batch_size, train_steps = spec.read_single(args, such_as="FOLDER")
     if "://" in folder:
         raise ConfigError(
             f"MODEL_DIR = {folder!r}: --executor=local keeps the run's log in that folder, which has to be on this machine."
@@ -156,11 +149,11 @@ def from_flags(args: Any) -> SingleRun:
         files=tuple(args.gin_file),
         bindings=tuple(bindings),
         own_bindings=(),
-        batch_size=parsed.batch_size,
+        batch_size=batch_size,
         learning_rate=None,
-        train_steps=parsed.train_steps,
+        train_steps=train_steps,
         seed=0,
-        examples=parsed.batch_size * parsed.train_steps,
+        examples=batch_size * train_steps,
         search_paths=tuple(args.gin_search_paths),
         flags=tuple(command.passed_on(args)),
         model_dir=folder,

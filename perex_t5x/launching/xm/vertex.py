@@ -74,9 +74,7 @@ def kind_of(topology: str | None, args: Any) -> str:
 
 
 def _check_work(args: Any, work: spec.Work) -> None:
-    flag = "--dir" if work.sweep else "--gin.MODEL_DIR"
-    for path in {work.root, *(job.model_dir for job in work.jobs)}:
-        names.check_bucket_path(path, flag)
+    work.check_in_bucket()
     if args.project:
         names.check_project(args.project)
     for job in work.jobs:

@@ -52,8 +52,7 @@ def made(shape: Shape) -> dict:
 
 
 def made_map(shape: Shape, owner: str | None = None) -> dict:
-    labels, texts = manifest.labels(shape), dict.fromkeys(PATHS, "x")
-    return manifest.config_map(shape.name, shape.launch, shape.namespace, labels, texts, owner)
+    return manifest.config_map(shape, dict.fromkeys(PATHS, "x"), owner)
 
 
 def pod_of(jobset: dict) -> dict:
@@ -221,22 +220,23 @@ def test_all_slips_at_once():
 
 def test_files_arrive_where_they_belong():
     given = {"jobs.json": json.dumps([{"argv": ["--gin.X='$(touch /tmp/x)'"]}]), "gin/runs/mine.gin": "A = 1\n"}
-    config_map = manifest.config_map("sqrt-lr", "00c0ffee", "default", {}, given, "uid")
+    config_map = manifest.config_map(V5E_256, given, "uid")
     assert problems(config_map) == []
     mounted = {item["path"]: config_map["data"][item["key"]] for item in manifest.mounted_items(list(given))}
     assert mounted == given
     assert config_map["metadata"]["ownerReferences"][0]["uid"] == "uid"
+    assert config_map["metadata"]["name"] == "sqrt-lr-00c0ffee"
 
 
 def test_too_many_files_are_refused_with_what_to_do():
     with pytest.raises(ConfigError, match=r"large\.gin.*--jobsets"):
-        manifest.config_map("a", "1", "default", {}, {"large.gin": "#" * (1 << 20), "jobs.json": "[]"})
+        manifest.config_map(V5E_256, {"large.gin": "#" * (1 << 20), "jobs.json": "[]"})
     with pytest.raises(ConfigError, match="cannot be sent"):
-        manifest.config_map("a", "1", "default", {}, {"../secret.gin": ""})
+        manifest.config_map(V5E_256, {"../secret.gin": ""})
 
 
 def test_yaml_reads_back_as_it_was_meant():
-    objects = [made(SHAPES["all"]), manifest.config_map("a", "1", "b", {}, {"x": "a: 'b'\n# $(c)\n", "y": "1e5"})]
+    objects = [made(SHAPES["all"]), manifest.config_map(changed(namespace="b"), {"x": "a: 'b'\n# $(c)\n", "y": "1e5"})]
     written = manifest.as_yaml(objects)
     assert list(yaml.safe_load_all(written)) == objects
     assert 'perex-run: "1234e567"' in written  # plainly written, Kubernetes would read a float
