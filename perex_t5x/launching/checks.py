@@ -26,7 +26,7 @@ from perex_t5x.errors import ConfigError, Reason, TrainingError
 from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching import bundle, names, shell
 from perex_t5x.launching.request import Request
-from perex_t5x.launching.shell import Commands, Completed, say
+from perex_t5x.launching.shell import Commands, say
 from perex_t5x.launching.spec import Job, Work
 
 
@@ -102,15 +102,9 @@ def _preflight_one(request: Request, job: Job, commands: Commands) -> float | No
         path, status_file = os.path.join(folder, "preflight.json"), os.path.join(folder, "status.json")
         argv = ["env", f"{status.VARIABLE}={status_file}", *argv, f"--json={path}"]
         done = commands.run(argv, check=False, cwd=folder)
-        return _compiled(request, job, done, path, status.of_process(done.returncode, status_file, message=done.said))
-
-
-def _compiled(request: Request, job: Job, done: Completed, path: str, ended: status.Status) -> float | None:
-    """Seconds per step, from what preflight has printed and written."""
-    case = {}
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            case = json.load(f)["cases"][0]
+        ended = status.of_process(done.returncode, status_file, message=done.said)
+        case = json.loads(Path(path).read_text(encoding="utf-8"))["cases"][0] if os.path.exists(path) else {}
+    if case:
         say(done.stdout)
     if case.get("fits") is False:
         raise ConfigError(
@@ -301,15 +295,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     use_cpu_backend(options.devices)
     console.import_tensorflow_quietly()
-    problems = [problem for job in one_per_group(jobs) if (problem := _problem(job))]
+    # The first of those that differ only in learning rate and seed.
+    one_per_group = list({(job.group or job.name): job for job in reversed(jobs)}.values())[::-1]
+    problems = [problem for job in one_per_group if (problem := _problem(job))]
     for problem in dict.fromkeys(problems):
         print(problem)
     return Reason.CONFIGURATION.exit_code if problems else 0
-
-
-def one_per_group(jobs: Sequence[Job]) -> list[Job]:
-    """The first of those that differ only in learning rate and seed."""
-    return list({(job.group or job.name): job for job in reversed(jobs)}.values())[::-1]
 
 
 def _problem(job: Job) -> str | None:
@@ -328,8 +319,14 @@ def _problem(job: Job) -> str | None:
         except ConfigError as e:
             return cli.cleaned(str(e))
         return None
-    run = Run(job.name, {}, values["gin_file"], values["gin_bindings"], (), job.batch_size, None, job.train_steps, 0, 0)
-    return plan.dry_run(Run(**{**run.__dict__, "search_paths": paths}))
+    sizes = {
+        "batch_size": job.batch_size,
+        "learning_rate": None,
+        "train_steps": job.train_steps,
+        "seed": 0,
+        "examples": 0,
+    }
+    return plan.dry_run(Run(job.name, {}, values["gin_file"], values["gin_bindings"], (), **sizes, search_paths=paths))
 
 
 def _configure_data(job: Job) -> None:

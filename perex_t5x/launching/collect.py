@@ -67,15 +67,7 @@ def write_results(work: Work, out: str) -> dict[str, Result]:
 
 def _run(entry: dict) -> Run:
     """From sweep.json."""
-    return Run(
-        name=entry["name"],
-        values=entry["values"],
-        files=tuple(entry["files"]),
-        bindings=tuple(entry["bindings"]),
-        own_bindings=tuple(entry["bindings"]),
-        batch_size=entry["batch_size"],
-        learning_rate=entry["learning_rate"],
-        train_steps=entry["train_steps"],
-        seed=entry["seed"],
-        examples=entry["examples"],
-    )
+    same = ("name", "values", "batch_size", "learning_rate", "train_steps", "seed", "examples")
+    bindings = tuple(entry["bindings"])
+    values = {key: entry[key] for key in same}
+    return Run(**values, files=tuple(entry["files"]), bindings=bindings, own_bindings=bindings)

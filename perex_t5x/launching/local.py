@@ -29,9 +29,8 @@ from perex_t5x.cli.progress import OVERWRITE
 from perex_t5x.errors import Reason
 
 _PERIOD = 0.05  # seconds between looks at the processes
-_NOISE = re.compile(
-    rb"\[Gloo\] Rank|peer ranks\. Expected number of connected peer ranks"
-)  # from several threads at once
+# From several threads at once.
+_NOISE = re.compile(rb"\[Gloo\] Rank|peer ranks\. Expected number of connected peer ranks")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,14 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     status_file = os.environ.get(status.VARIABLE)
     with subprocesses.forwarding(forward, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         for index in range(options.processes):
-            children.append(
-                subprocesses.Child(
-                    command,
-                    env=_environment(index, options.processes, options.devices, port, live=output.live),
-                    on_line=functools.partial(output.line, index),
-                    status_file=status_file if index == 0 else None,
-                )
-            )
+            env = _environment(index, options.processes, options.devices, port, live=output.live)
+            on_line = functools.partial(output.line, index)
+            written = status_file if index == 0 else None
+            children.append(subprocesses.Child(command, env=env, on_line=on_line, status_file=written))
         return wait(children, output, signals, options.grace, options.timeout)
 
 
@@ -74,10 +69,10 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--grace", type=float, default=10.0, help="seconds between asking and killing (default 10)")
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of the module, the same for all")
-    own, theirs = (list(argv), None) if "--" not in argv else (argv[: argv.index("--")], argv[argv.index("--") + 1 :])
-    if theirs is not None:
-        return parser.parse_args(own), list(theirs)
-    options, unknown = parser.parse_known_args(own)
+    if "--" in argv:
+        end = argv.index("--")
+        return parser.parse_args(argv[:end]), list(argv[end + 1 :])
+    options, unknown = parser.parse_known_args(argv)
     return options, [*unknown, *options.arguments]
 
 
@@ -89,8 +84,7 @@ def _positive(text: str) -> int:
 
 def free_port() -> int:
     """A port that nobody listens at, outside the range that the system hands out by itself in the meantime."""
-    candidates = random.SystemRandom().sample(range(20000, 32000), 100)
-    for port in candidates:
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))

@@ -19,9 +19,7 @@ def define_launch_flags() -> None:
     """Defines the launchers' flags, on top of those of `perex_t5x.train` and of sweeps."""
     cli_flags.define_training_flags()
     cli_flags.define_sweep_flags()
-    flags.DEFINE_string(
-        "name", None, "Of the launch and what it creates; default: the sweep's name, or the last part of MODEL_DIR."
-    )
+    flags.DEFINE_string("name", None, "Of the launch; default: the sweep's name, or the last part of MODEL_DIR.")
     flags.DEFINE_string("module", "perex_t5x.train", "The command of a single run: perex_t5x.train, .eval or .infer.")
     flags.DEFINE_string("topology", None, "TPU slice: v5e:16x16, v5e-256; default: TOPOLOGY of the mesh's Gin file.")
     flags.DEFINE_integer("slices", None, "Number of slices; default: NUM_SLICES of the Gin files, or 1.")
@@ -29,14 +27,10 @@ def define_launch_flags() -> None:
     flags.DEFINE_string("runtime_version", None, "The TPU VM's image, if it is not the usual one.")
     flags.DEFINE_string("project", None, "Cloud project; default: from gcloud's configuration.")
     flags.DEFINE_string("zone", None, "Zone of the slices; default: from gcloud's configuration.")
-    flags.DEFINE_bool(
-        "spot", False, "Cheaper slices that can be preempted at any time; the run then resumes on new ones."
-    )
+    flags.DEFINE_bool("spot", False, "Cheaper slices that may be preempted; the run then resumes on new ones.")
     flags.DEFINE_string("reservation", None, "Use slices of this reservation.")
     flags.DEFINE_bool("skip_preflight", False, "Do not compile the step for the slices first.")
-    flags.DEFINE_bool(
-        "skip_gin_check", False, "Do not build the runs' configurations here first: for data that only hosts can read."
-    )
+    flags.DEFINE_bool("skip_gin_check", False, "Do not build the configurations here: data that only hosts can read.")
     flags.DEFINE_bool("yes", False, "Do not ask for confirmation.")
     flags.DEFINE_bool("keep", False, "Delete nothing at the end or after a failure; name what is left.")
     flags.DEFINE_float("price_per_chip_hour", None, "In USD, instead of the list price.")

@@ -224,6 +224,13 @@ def still_there(what: str, delete: Sequence[str]) -> str:
     return f"still there: {what}; delete it with: {shlex.join(delete)}"
 
 
+def with_notes(error: BaseException, *notes: str) -> BaseException:
+    """The error itself; the command prints its notes as its last lines."""
+    for note in notes:
+        error.add_note(note)
+    return error
+
+
 class Leftovers:
     """Resources of one launch: when it fails they are deleted, or named together with the command that deletes them.
 
@@ -282,8 +289,7 @@ class Leftovers:
     ) -> None:
         try:
             if error is not None:
-                for words in self.delete_all():
-                    error.add_note(words)
+                with_notes(error, *self.delete_all())
         finally:
             for number, handler in self._former.items():
                 signal.signal(number, handler)
@@ -293,37 +299,32 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
 
 
-_KNOWN = (
-    (
-        r"[Qq]uota .*(exceeded|exhausted)|exceeded quota|QUOTA_EXCEEDED|[Qq]uota limit",
+# What a message means -> what to do; the first that matches.
+_KNOWN = {
+    r"[Qq]uota .*(exceeded|exhausted)|exceeded quota|QUOTA_EXCEEDED|[Qq]uota limit": (
         "the project's quota is too small for these slices, or used up by other queued resources (suspended and failed ones "
         "count, see launch/gcloud_tpu.py list). Request more at https://console.cloud.google.com/iam-admin/quotas, service "
-        "tpu.googleapis.com, in this zone; spot and on-demand slices have separate quotas. Or choose a smaller --topology.",
+        "tpu.googleapis.com, in this zone; spot and on-demand slices have separate quotas. Or choose a smaller --topology."
     ),
-    (
-        "no more capacity|Insufficient (reserved )?capacity|does not have enough resources|STOCKOUT|ZONE_RESOURCE_POOL",
+    "no more capacity|Insufficient (reserved )?capacity|does not have enough resources|STOCKOUT|ZONE_RESOURCE_POOL": (
         "the zone has no such slices available. Try again later, with --spot, in another --zone, or with a smaller "
-        "--topology.",
+        "--topology."
     ),
-    (
-        r"has not been used in project|SERVICE_DISABLED|it is disabled|API \[tpu",
-        "the Cloud TPU API is not enabled: gcloud services enable tpu.googleapis.com --project=PROJECT",
+    r"has not been used in project|SERVICE_DISABLED|it is disabled|API \[tpu": (
+        "the Cloud TPU API is not enabled: gcloud services enable tpu.googleapis.com --project=PROJECT"
     ),
-    (
-        r"PERMISSION_DENIED|does not have permission|[Pp]ermission .*denied|403",
+    r"PERMISSION_DENIED|does not have permission|[Pp]ermission .*denied|403": (
         "this account may not do that: it needs the roles roles/tpu.admin, roles/iam.serviceAccountUser and "
-        "roles/storage.admin in the project, see docs/launch.md.",
+        "roles/storage.admin in the project, see docs/launch.md."
     ),
-    (
-        r"Network is unreachable|Failed to resolve|Name or service not known|Max retries exceeded|name resolution",
-        "this machine cannot reach the cloud: check its network.",
+    r"Network is unreachable|Failed to resolve|Name or service not known|Max retries exceeded|name resolution": (
+        "this machine cannot reach the cloud: check its network."
     ),
-    (
-        r"There was a problem refreshing your current auth tokens|do not currently have an active account|gcloud auth login",
-        "this machine is not logged in: gcloud auth login",
+    r"There was a problem refreshing your current auth tokens|do not currently have an active account|gcloud auth login": (
+        "this machine is not logged in: gcloud auth login"
     ),
-    (r"RESOURCE_EXHAUSTED", "quota or capacity is exhausted: see docs/launch.md, usual failures."),
-)
+    r"RESOURCE_EXHAUSTED": "quota or capacity is exhausted: see docs/launch.md, usual failures.",
+}
 
 
 def explained(said: str) -> str:
@@ -332,7 +333,7 @@ def explained(said: str) -> str:
     >>> explained("Quota 'TPUV5sLitepodPerProjectPerZoneForTPUAPI' exhausted. Limit 16 in zone us-west4-a")[:42]
     "the project's quota is too small for these"
     """
-    return next((words for pattern, words in _KNOWN if re.search(pattern, said)), "")
+    return next((words for pattern, words in _KNOWN.items() if re.search(pattern, said)), "")
 
 
 def failed_workers(said: str) -> list[str]:

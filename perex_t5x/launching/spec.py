@@ -140,6 +140,7 @@ def make(args: Any) -> Work:
 def _sweep(args: Any, flags: Sequence[str]) -> Work:
     from perex_t5x.experiments.sweep import Sweep, execute
     from perex_t5x.experiments.sweep.runs import absolute
+    from perex_t5x.preflight.step import topology_macro
 
     if args.module != "perex_t5x.train":
         raise ConfigError(f"--module={args.module}: the runs of a sweep are always perex_t5x.train.")
@@ -161,7 +162,7 @@ def _sweep(args: Any, flags: Sequence[str]) -> Work:
         arguments = tuple(on_host.command(root, "python")[1:])
         jobs.append(Job(run.name, arguments, run.folder(root), run.batch_size, run.train_steps, run.group))
     doubles = {name: first for name, first in first_of.items() if name != first}
-    return Work(sweep.name, root, tuple(jobs), plan.described(), doubles, extra.paths, *_topology())
+    return Work(sweep.name, root, tuple(jobs), plan.described(), doubles, extra.paths, *topology_macro())
 
 
 def read_single(args: Any, such_as: str) -> tuple[list[str], str, int, int]:
@@ -200,6 +201,7 @@ def arguments(
 
 def _single(args: Any, flags: Sequence[str]) -> Work:
     from perex_t5x.experiments.sweep.runs import absolute
+    from perex_t5x.preflight.step import topology_macro
 
     bindings, folder, batch_size, train_steps = read_single(args, such_as="gs://BUCKET/FOLDER")
     extra = ExtraGinFiles(args.gin_search_paths)
@@ -210,7 +212,7 @@ def _single(args: Any, flags: Sequence[str]) -> Work:
         words.append(f"--gin_bindings=MODEL_DIR = {root!r}")
     name = root.rpartition("/")[2]
     job = Job(name, tuple(words), root, batch_size, train_steps)
-    return Work(name, root, (job,), None, {}, extra.paths, *_topology())
+    return Work(name, root, (job,), None, {}, extra.paths, *topology_macro())
 
 
 def _search_paths(extra: ExtraGinFiles) -> tuple[str, ...]:
@@ -224,13 +226,6 @@ def _macro(name: str) -> Any:
         return gin.query_parameter(f"%{name}")
     except ValueError:
         return None
-
-
-def _topology() -> tuple[str | None, int]:
-    """TOPOLOGY and NUM_SLICES of the Gin files that were parsed last."""
-    from perex_t5x.preflight import step
-
-    return step.topology_macro()
 
 
 @dataclass

@@ -37,7 +37,11 @@ _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attribu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", required=True, help="jobs.json of the launch; the jobs run in its folder")
+    parser.add_argument("--log_dir", help="folder of a log for every job; default: logs beside jobs.json")
+    parser.add_argument("--lock", help="held while the worker runs; default: worker.lock beside jobs.json")
+    options = parser.parse_args(argv)
     folder = os.path.dirname(os.path.abspath(options.jobs))
     try:
         with open(options.jobs, encoding="utf-8") as f:
@@ -51,14 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("ERROR: a worker of this launch is running on this host already.", file=sys.stderr, flush=True)
             return Reason.BUSY.exit_code
         return _Worker(work, folder, options.log_dir or os.path.join(folder, "logs"), writer).run()
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", required=True, help="jobs.json of the launch; the jobs run in its folder")
-    parser.add_argument("--log_dir", help="folder of a log for every job; default: logs beside jobs.json")
-    parser.add_argument("--lock", help="held while the worker runs; default: worker.lock beside jobs.json")
-    return parser
 
 
 @contextlib.contextmanager
@@ -122,10 +118,11 @@ class _Worker:
         """How it ended."""
         if self._asked is not None:
             return Status(Reason.INTERRUPTED, Reason.INTERRUPTED.exit_code)
+        cache = f"{self._work.root}/.jax_cache"  # in the bucket, so that a new slice finds it
         self._child = subprocesses.Child(
             job.argv(),
             cwd=self._folder,
-            env=_environment(self._work.root),
+            env={"JAX_COMPILATION_CACHE_DIR": cache, **os.environ, "PYTHONUNBUFFERED": "1"},
             log=self._log(job),
             on_line=_print,
             status_file=os.path.join(self._log_dir, f"{job.name}.status.json"),
@@ -157,14 +154,6 @@ def _print(line: bytes) -> None:
     with contextlib.suppress(OSError, ValueError):  # stdout is closed: the log has the line
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
-
-
-def _environment(root: str) -> Mapping[str, str]:
-    return {
-        "JAX_COMPILATION_CACHE_DIR": f"{root}/.jax_cache",  # in the bucket, so that a new slice finds it
-        **os.environ,
-        "PYTHONUNBUFFERED": "1",
-    }
 
 
 def _say(text: str) -> None:
@@ -239,26 +228,25 @@ def read_mark(model_dir: str) -> dict[str, Any] | None:
 
 def _keep_log(job: Job, path: str, most: int = 10_000_000) -> None:
     """Copies the end of a job's log into its folder, as the host may be gone soon. Must not fail the run."""
-    from etils import epath
-
     try:
         with open(path, "rb") as f:
             f.seek(max(0, os.path.getsize(path) - most))
-            said = f.read()
-        folder = epath.Path(job.model_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "log.txt").write_bytes(said)
+            _write(job, "log.txt", f.read())
     except Exception as e:
         print(f"the log was not copied: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
 
 
 def _write_mark(job: Job, mark: Mapping[str, Any]) -> None:
+    text = json.dumps({"name": job.name, "arguments": command_fingerprint(job), **mark}, indent=1, ensure_ascii=False)
+    _write(job, FINISHED, f"{text}\n".encode())
+
+
+def _write(job: Job, name: str, content: bytes) -> None:
     from etils import epath
 
     folder = epath.Path(job.model_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"name": job.name, "arguments": command_fingerprint(job), **mark}, indent=1, ensure_ascii=False)
-    (folder / FINISHED).write_text(text + "\n")
+    (folder / name).write_bytes(content)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
 from perex_t5x.launching.gcloud.session import Options, Session
 from perex_t5x.launching.gcloud.steps import Steps
 from perex_t5x.launching.request import Request, define_launch_flags
-from perex_t5x.launching.shell import Commands, Leftovers, say
+from perex_t5x.launching.shell import Commands, Leftovers, say, with_notes
 
 # Steps that need to know what runs; the others find an existing launch by its name.
 _WITH_WORK = ("launch", "check", "create", "copy")
@@ -44,9 +44,7 @@ def define_flags() -> None:
     flags.DEFINE_string("remote_python", None, "Python on the hosts; default: 3.11 or newer, installed if necessary.")
     flags.DEFINE_bool("reserved", False, "Use the project's reserved slices.")
     flags.DEFINE_bool("internal_ip", False, "Hosts without external addresses, reached from inside the network.")
-    flags.DEFINE_multi_string(
-        "create_flag", [], "Passed to `queued-resources create`, such as --create_flag=--network=n."
-    )
+    flags.DEFINE_multi_string("create_flag", [], "For `queued-resources create`, such as --create_flag=--network=n.")
 
 
 def main(args: Any, words: list[str]) -> int:
@@ -66,26 +64,25 @@ def main(args: Any, words: list[str]) -> int:
         request.slice.check_tpu_api()
     request = request.in_bucket().located(commands)
     target = Resource(request.name, request.project, request.zone, request.slices, args.internal_ip)
-    options = Options(
-        args.out or os.path.join("launches", request.name), args.wait_hours, args.remote_python, tuple(args.create_flag)
-    )
+    out = args.out or os.path.join("launches", request.name)
+    options = Options(out, args.wait_hours, args.remote_python, tuple(args.create_flag))
     todo = Steps(target, commands)
     if command == "launch":
         return _launch(request, todo, options)
-    if command == "check":
-        _check(request, todo)
-        return 0
-    if command == "create":
-        return _create(request, todo, options)
-    if command == "copy":
-        _copy(request, todo)
-        return 0
     if command in _OF_ZONE:
         return _of_zone(command, request, todo)
-    return _by_name(command, args, request, todo, options)
+    if command in _BY_NAME:
+        return _by_name(command, args, request, todo, options)
+    if command == "check":
+        _check(request, todo)
+    elif command == "create":
+        _create(request, todo, options)
+    else:
+        _copy(request, todo)
+    return 0
 
 
-def _check(request: Request, todo: Steps) -> tuple[bundle.Checkout, checks.Estimate]:
+def _check(request: Request, todo: Steps) -> bundle.Checkout:
     """Everything that can be checked before anything is created."""
     files = bundle.checkout(request.allow_uncommitted)
     commands = todo.commands
@@ -95,14 +92,14 @@ def _check(request: Request, todo: Steps) -> tuple[bundle.Checkout, checks.Estim
     checks.check_gin(request, commands)
     cost = checks.preflight(request, commands)
     say(checks.summary(request, cost, files.commit, f"{request.project}, {request.zone}"))
-    return files, cost
+    return files
 
 
 def _launch(request: Request, todo: Steps, options: Options) -> int:
     url = steps.bundle_url(request.work.root, request.name)
     if (existing := session.find_existing(request, todo)) != GONE:
         return _join(request, todo, options, url, existing.state)
-    files, _ = _check(request, todo)
+    files = _check(request, todo)
     checks.confirm("", request)
     # The checks take minutes, in which another launch of this name may have started: its hosts download its bundle.
     if todo.describe() != GONE and (existing := session.find_existing(request, todo)) != GONE:
@@ -123,17 +120,13 @@ def _launch(request: Request, todo: Steps, options: Options) -> int:
 def _join(request: Request, todo: Steps, options: Options, url: str, state: str) -> int:
     """Takes over a launch that another process has started: follows and restarts it as if this one had started it."""
     run = Session(todo, request, options, url, "joined")
-    try:
-        with Leftovers(todo.commands):  # SIGTERM acts as Ctrl-C
-            if state != "ACTIVE":
-                todo.wait(options.wait_hours)
-            hosts = todo.status()
-            unstarted = any(host.state in (remote.ABSENT, remote.UNSTARTED) for host in hosts)
-            if unstarted and not todo.uploaded(url):
-                todo.upload(request, bundle.checkout(request.allow_uncommitted))  # `create` alone uploads nothing
-    except BaseException as e:
-        e.add_note(todo.target.still_there)
-        raise
+    with _named(todo), Leftovers(todo.commands):  # SIGTERM acts as Ctrl-C
+        if state != "ACTIVE":
+            todo.wait(options.wait_hours)
+        hosts = todo.status()
+        unstarted = any(host.state in (remote.ABSENT, remote.UNSTARTED) for host in hosts)
+        if unstarted and not todo.uploaded(url):
+            todo.upload(request, bundle.checkout(request.allow_uncommitted))  # `create` alone uploads nothing
     if any(_has_stopped(host) for host in hosts):
         say("the program there has stopped: it is restarted, with the current package")
         with Leftovers(todo.commands, request.keep) as leftovers:
@@ -155,9 +148,9 @@ def _has_stopped(host: HostStatus) -> bool:
     return host.state == remote.LOST or (host.state == remote.ENDED and host.exit_code not in finished)
 
 
-def _create(request: Request, todo: Steps, options: Options) -> int:
+def _create(request: Request, todo: Steps, options: Options) -> None:
     session.check_folder(request, todo)
-    files, _ = _check(request, todo)
+    files = _check(request, todo)
     checks.confirm("", request)
     with Leftovers(todo.commands, request.keep) as leftovers:
         leftovers.add(todo.target.what, todo.target.delete())
@@ -168,7 +161,6 @@ def _create(request: Request, todo: Steps, options: Options) -> int:
             e.add_note(todo.target.still_there)
             raise
     say(todo.target.still_there)
-    return 0
 
 
 def _by_name(command: str, args: Any, request: Request, todo: Steps, options: Options) -> int:
@@ -262,8 +254,5 @@ def _of_zone(command: str, request: Request, todo: Steps) -> int:
             say(str(e))
             left.append(target.still_there)
     if left:
-        error = TrainingError(f"{len(left)} of {len(existing)} were not deleted.")
-        for words in left:
-            error.add_note(words)
-        raise error
+        raise with_notes(TrainingError(f"{len(left)} of {len(existing)} were not deleted."), *left)
     return 0

@@ -72,22 +72,24 @@ def _folder(name: str) -> str:
     return f'"$HOME"/perex/{shlex.quote(name)}'
 
 
+def _script(*pieces: str) -> str:
+    return "; ".join(pieces)
+
+
 def _before(step: str) -> str:
     return f"{{ echo 'this comes after: launch/gcloud_tpu.py {step}' >&2; exit 1; }}"
 
 
 def copy(name: str, url: str) -> str:
     """Fetches the bundle from the bucket: 64 hosts read it at once, where one sender would serve them in turn."""
-    return "; ".join(
-        [
-            "set -eu",
-            f"mkdir -p {_folder(name)}",
-            f"cd {_folder(name)}",
-            f"gcloud storage cp {shlex.quote(url)} bundle.tar.gz.new",
-            "rm -rf gin_files packages ./*.whl",
-            "mv bundle.tar.gz.new bundle.tar.gz",
-            "tar -xzf bundle.tar.gz",
-        ]
+    return _script(
+        "set -eu",
+        f"mkdir -p {_folder(name)}",
+        f"cd {_folder(name)}",
+        f"gcloud storage cp {shlex.quote(url)} bundle.tar.gz.new",
+        "rm -rf gin_files packages ./*.whl",
+        "mv bundle.tar.gz.new bundle.tar.gz",
+        "tar -xzf bundle.tar.gz",
     )
 
 
@@ -100,25 +102,23 @@ def install(name: str, python: str | None = None) -> str:
     else:
         missing = f"{apt} update || true; {apt} install python3.11 python3.11-venv; py=$(command -v python3.11)"
     wheel = shlex.quote(f"./{bundle.WHEEL}[tpu]")
-    return "; ".join(
-        [
-            "set -eu",
-            f"cd {_folder(name)} 2>/dev/null || {_before('copy')}",
-            # A connection that broke may have left an install running.
-            "exec 9> install.lock",
-            "flock 9",
-            _SUM,
-            f"if {_INSTALLED}; then exit 0; fi",
-            f"py=$({find}) || true",
-            f'if [ -z "$py" ]; then {missing}; fi',
-            # One that was interrupted has a Python and no pip.
-            'venv/bin/python -m pip --version > /dev/null 2>&1 || { rm -rf venv; "$py" -m venv venv; }',
-            "more=$(ls packages/*.whl 2>/dev/null || true)",
-            f"venv/bin/python -m pip install --quiet --constraint=constraints.txt {wheel} $more",
-            # The same version, maybe from another commit.
-            f"venv/bin/python -m pip install --quiet --force-reinstall --no-deps ./{bundle.WHEEL} $more",
-            'echo "$sum" > installed',
-        ]
+    return _script(
+        "set -eu",
+        f"cd {_folder(name)} 2>/dev/null || {_before('copy')}",
+        # A connection that broke may have left an install running.
+        "exec 9> install.lock",
+        "flock 9",
+        _SUM,
+        f"if {_INSTALLED}; then exit 0; fi",
+        f"py=$({find}) || true",
+        f'if [ -z "$py" ]; then {missing}; fi',
+        # One that was interrupted has a Python and no pip.
+        'venv/bin/python -m pip --version > /dev/null 2>&1 || { rm -rf venv; "$py" -m venv venv; }',
+        "more=$(ls packages/*.whl 2>/dev/null || true)",
+        f"venv/bin/python -m pip install --quiet --constraint=constraints.txt {wheel} $more",
+        # The same version, maybe from another commit.
+        f"venv/bin/python -m pip install --quiet --force-reinstall --no-deps ./{bundle.WHEEL} $more",
+        'echo "$sum" > installed',
     )
 
 
@@ -126,22 +126,20 @@ def start(name: str) -> str:
     """Starts the worker so that it outlives the connection; where one is running, nothing happens."""
     run = "venv/bin/python -m perex_t5x.launching.worker --jobs=jobs.json; echo $? > exit_status.new; "
     run += "mv exit_status.new exit_status"
-    return "; ".join(
-        [
-            "set -eu",
-            f"cd {_folder(name)} 2>/dev/null || {_before('copy')}",
-            _SUM,
-            f"{_INSTALLED} || {_before('install')}",
-            "exec 9> start.lock",
-            "flock 9",
-            f"if {_IS_RUNNING}; then echo running already; exit 0; fi",
-            "rm -f exit_status",
-            "touch worker.log",
-            # No `;` after `&`: the pieces are joined by it.
-            f"{{ setsid nohup bash -c {shlex.quote(run)} >> worker.log 2>&1 < /dev/null 9>&- & }}",
-            "echo $! > starter.pid",
-            "echo started",
-        ]
+    return _script(
+        "set -eu",
+        f"cd {_folder(name)} 2>/dev/null || {_before('copy')}",
+        _SUM,
+        f"{_INSTALLED} || {_before('install')}",
+        "exec 9> start.lock",
+        "flock 9",
+        f"if {_IS_RUNNING}; then echo running already; exit 0; fi",
+        "rm -f exit_status",
+        "touch worker.log",
+        # No `;` after `&`: the pieces are joined by it.
+        f"{{ setsid nohup bash -c {shlex.quote(run)} >> worker.log 2>&1 < /dev/null 9>&- & }}",
+        "echo $! > starter.pid",
+        "echo started",
     )
 
 
@@ -161,47 +159,41 @@ _REPORT_STATE = (
 def follow(name: str, skip: int = 0) -> str:
     """Prints worker.log from its byte `skip` on until the worker has ended, then an empty line and the host's status."""
     wait = f"while {_IS_RUNNING} && kill -0 $tail 2>/dev/null; do sleep ${{PEREX_T5X_POLL:-5}}; done; sleep 1"
-    return "; ".join(
-        [
-            _REPORT,
-            f"cd {_folder(name)} && [ -e starter.pid ] || {{ report {UNSTARTED} null ''; exit 0; }}",
-            f"{{ tail -c +{skip + 1} -F worker.log 2>/dev/null & }}",
-            "tail=$!",
-            "trap 'kill $tail 2>/dev/null' EXIT HUP TERM",
-            wait,
-            f"if {_IS_RUNNING}; then exit 1; fi",  # nobody reads any more
-            "kill $tail 2>/dev/null",
-            "wait $tail 2>/dev/null",
-            "last=",
-            "echo",
-            _REPORT_STATE,
-        ]
+    return _script(
+        _REPORT,
+        f"cd {_folder(name)} && [ -e starter.pid ] || {{ report {UNSTARTED} null ''; exit 0; }}",
+        f"{{ tail -c +{skip + 1} -F worker.log 2>/dev/null & }}",
+        "tail=$!",
+        "trap 'kill $tail 2>/dev/null' EXIT HUP TERM",
+        wait,
+        f"if {_IS_RUNNING}; then exit 1; fi",  # nobody reads any more
+        "kill $tail 2>/dev/null",
+        "wait $tail 2>/dev/null",
+        "last=",
+        "echo",
+        _REPORT_STATE,
     )
 
 
 def status(name: str) -> str:
     """Prints the host's status, with the last line of its log. gcloud mixes the lines of all hosts."""
-    return "; ".join(
-        [
-            _REPORT,
-            f"cd {_folder(name)} 2>/dev/null || {{ report {ABSENT} null ''; exit 0; }}",
-            "last=$(tail -n 1 worker.log 2>/dev/null | tail -c 2000 | base64 -w 0)",
-            _REPORT_STATE,
-        ]
+    return _script(
+        _REPORT,
+        f"cd {_folder(name)} 2>/dev/null || {{ report {ABSENT} null ''; exit 0; }}",
+        "last=$(tail -n 1 worker.log 2>/dev/null | tail -c 2000 | base64 -w 0)",
+        _REPORT_STATE,
     )
 
 
 def stop(name: str, patience: int = 120) -> str:
     """Asks the worker to save and stop, and waits until it has; one that does not is killed, and its job with it."""
     wait = f"for i in $(seq {patience}); do if {_IS_RUNNING}; then sleep 1; fi; done"
-    return "; ".join(
-        [
-            f"cd {_folder(name)} || exit 0",
-            f"if ! {{ {_IS_RUNNING}; }}; then echo not running; exit 0; fi",
-            'kill -TERM "$(cat worker.lock)" 2>/dev/null || true',
-            wait,
-            f'if {_IS_RUNNING}; then kill -KILL "$(cat worker.lock)" 2>/dev/null || true; sleep 3; fi',
-            f"if {_IS_RUNNING}; then echo does not stop >&2; exit 1; fi",
-            "echo stopped",
-        ]
+    return _script(
+        f"cd {_folder(name)} || exit 0",
+        f"if ! {{ {_IS_RUNNING}; }}; then echo not running; exit 0; fi",
+        'kill -TERM "$(cat worker.lock)" 2>/dev/null || true',
+        wait,
+        f'if {_IS_RUNNING}; then kill -KILL "$(cat worker.lock)" 2>/dev/null || true; sleep 3; fi',
+        f"if {_IS_RUNNING}; then echo does not stop >&2; exit 1; fi",
+        "echo stopped",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,24 +58,17 @@ class Resource:
         if request.spot:
             tier = ["--spot"]
         elif request.reservation:
-            tier = [f"--reservation={_reservation(request.reservation, self.project, self.zone)}"]
+            where = f"projects/{self.project}/locations/{self.zone}/reservations/"
+            tier = [f"--reservation={'' if '/' in request.reservation else where}{request.reservation}"]
         elif request.reserved:
             tier = ["--reserved"]
+        alpha = ["alpha"] if request.reservation or request.slice.needs_alpha else []
+        internal = ["--internal-ips"] if self.internal_ip else []
+        image = f"--runtime-version={request.slice.runtime_version}"
+        labelled = "--labels=" + ",".join(f"{key}={value}" for key, value in labels.items())
         return [
-            "gcloud",
-            *(["alpha"] if request.reservation or request.slice.needs_alpha else []),
-            *_QUEUED,
-            "create",
-            self.name,
-            *self.where,
-            *nodes,
-            *request.slice.gcloud_flags(),
-            f"--runtime-version={request.slice.runtime_version}",
-            "--labels=" + ",".join(f"{key}={value}" for key, value in labels.items()),
-            *tier,
-            *(["--internal-ips"] if self.internal_ip else []),
-            *more,
-            "--quiet",
+            *("gcloud", *alpha, *_QUEUED, "create", self.name, *self.where, *nodes, *request.slice.gcloud_flags()),
+            *(image, labelled, *tier, *internal, *more, "--quiet"),
         ]
 
     def describe(self) -> list[str]:
@@ -101,12 +93,8 @@ class Resource:
     def ssh(self, node: str, script: str, worker: str = "all") -> list[str]:
         """Runs a script on hosts of a node. It arrives literally: no shell on this machine reads it."""
         internal = ["--internal-ip"] if self.internal_ip else []
-        alive = "--ssh-flag=-o ServerAliveInterval=30"
-        command = f"--command={script}"
-        return [
-            *("gcloud", "compute", "tpus", "tpu-vm", "ssh", node),
-            *(*self.where, f"--worker={worker}", *internal, alive, "--quiet", command),
-        ]
+        how = [f"--worker={worker}", *internal, "--ssh-flag=-o ServerAliveInterval=30", "--quiet"]
+        return ["gcloud", "compute", "tpus", "tpu-vm", "ssh", node, *self.where, *how, f"--command={script}"]
 
 
 _OWN_FLAGS = (
@@ -126,10 +114,6 @@ def check_create_flags(flags: Sequence[str]) -> None:
             raise ConfigError(f"--create_flag={flag!r} is not a gcloud flag, such as --create_flag=--network=n.")
         if name[2:] in _OWN_FLAGS:
             raise ConfigError(f"--create_flag={flag!r}: {name} is set by the launch itself.")
-
-
-def _reservation(name: str, project: str, zone: str) -> str:
-    return name if "/" in name else f"projects/{project}/locations/{zone}/reservations/{name}"
 
 
 @dataclass(frozen=True)
@@ -160,9 +144,8 @@ class Description:
         count = sum(int(s.get("nodeCount", 1)) for s in several)
         errors = [value["error"] for value in state.values() if isinstance(value, dict) and "error" in value]
         error = "; ".join(str(e.get("message", e)) for e in errors)
-        return cls(
-            described.get("name", "").rpartition("/")[2], state.get("state", "UNKNOWN"), error, labels, count or 1
-        )
+        name = described.get("name", "").rpartition("/")[2]
+        return cls(name, state.get("state", "UNKNOWN"), error, labels, count or 1)
 
     @property
     def ours(self) -> bool:
@@ -174,12 +157,3 @@ class Description:
 
 
 GONE = Description("", "GONE", "", {})
-
-
-def parsed(text: str) -> Description:
-    return Description.of(json.loads(text))
-
-
-def all_of(text: str) -> list[Description]:
-    """Those that launches have created."""
-    return [described for item in json.loads(text or "[]") if (described := Description.of(item)).ours]

@@ -13,7 +13,7 @@ from perex_t5x.launching.gcloud.logs import Ended, Follower
 from perex_t5x.launching.gcloud.resource import GONE, Description
 from perex_t5x.launching.gcloud.steps import ExistsError, Steps
 from perex_t5x.launching.request import Request
-from perex_t5x.launching.shell import Leftovers, say
+from perex_t5x.launching.shell import Leftovers, say, with_notes
 from perex_t5x.launching.spec import FINAL_REASONS
 
 _MOST_CHECKS = 20  # of slices on which nothing is started yet: another launch may be about to
@@ -102,10 +102,8 @@ class Session:
         except KeyboardInterrupt as e:
             if self._named:
                 raise
-            told = KeyboardInterrupt(f"{str(e) or 'interrupted'}: the run continues without being followed.")
-            for note in self._ways():
-                told.add_note(note)
-            raise told from None
+            told = f"{str(e) or 'interrupted'}: the run continues without being followed."
+            raise with_notes(KeyboardInterrupt(told), *self._ways()) from None
         except Exception as e:
             if not self._named:
                 e.add_note(self.steps.target.still_there)
@@ -130,8 +128,7 @@ class Session:
             if ended.reason is Reason.INTERRUPTED:
                 self._named = True
                 stopped = KeyboardInterrupt("the program was stopped; the same launch command resumes it.")
-                stopped.add_note(self.steps.target.still_there)
-                raise stopped
+                raise with_notes(stopped, self.steps.target.still_there)
             if ended.how == logs.DELETED:  # by hand, to stop everything: created again, they would cost unnoticed
                 self._named = True
                 raise KeyboardInterrupt(
@@ -144,9 +141,8 @@ class Session:
                 say(f"the program ended with {ended}")
                 failures = 1 if self._progress() else failures + 1
                 if failures >= _MOST_FAILURES:
-                    self._give_up(
-                        TrainingError(f"the program failed {failures} times without a newer checkpoint, see above.")
-                    )
+                    words = f"the program failed {failures} times without a newer checkpoint, see above."
+                    self._give_up(TrainingError(words))
             try:
                 if ended.how != logs.UNSTARTED:  # that is its first start
                     self._count()

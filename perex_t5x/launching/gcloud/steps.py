@@ -53,19 +53,18 @@ class Steps:
             return dry
         done = self.commands.run(self.target.describe(), check=False, retries=4, retry_on=[shell.GCLOUD_TRANSIENT])
         if done.returncode == 0:
-            return resource.parsed(done.stdout)
+            return Description.of(json.loads(done.stdout))
         if done.matches(shell.GONE):
             return GONE
         raise _unanswered(f"{self.target.what} cannot be described", done)
 
     def list(self) -> list[Description]:
         """The queued resources that launches have created in this zone."""
-        done = self.commands.run(
-            self.target.list(), check=False, retries=4, retry_on=[shell.GCLOUD_TRANSIENT], dry="[]"
-        )
+        transient = [shell.GCLOUD_TRANSIENT]
+        done = self.commands.run(self.target.list(), check=False, retries=4, retry_on=transient, dry="[]")
         if done.returncode != 0:
             raise TrainingError(shell.refusal("the queued resources cannot be listed", done.said))
-        return resource.all_of(done.stdout)
+        return [one for item in json.loads(done.stdout or "[]") if (one := Description.of(item)).ours]
 
     def create(self, request: Request, commit: str, more: Sequence[str]) -> None:
         argv = self.target.create(request, commit, more)
@@ -97,9 +96,8 @@ class Steps:
             if now == GONE:
                 raise TrainingError(f"{self.target.what} is gone: somebody has deleted it.")
             if not now.exists_or_pending:
-                raise TrainingError(
-                    shell.refusal(f"{self.target.what} is {now.state}", now.error or "  (no reason given)")
-                )
+                reason = now.error or "  (no reason given)"
+                raise TrainingError(shell.refusal(f"{self.target.what} is {now.state}", reason))
             if self.clock() - begun > hours * 3600:
                 raise TrainingError(
                     f"{self.target.what} is {now.state} after {hours:g} hours (--wait_hours): the zone has no such slices "

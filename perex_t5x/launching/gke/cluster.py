@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -237,13 +238,7 @@ def advice(reason: str) -> str:
 
 def warnings(events: Iterable[Mapping[str, Any]], jobset: str, most: int = 5) -> list[str]:
     """The last warnings about a JobSet, its jobs or its pods."""
-    own = [
-        event
-        for event in events
-        if event.get("type") == "Warning"
-        and (
-            event["involvedObject"]["name"] == jobset or event["involvedObject"]["name"].startswith(f"{jobset}-slice-")
-        )
-    ]
+    about = re.compile(rf"{re.escape(jobset)}(-slice-.*)?")
+    own = [e for e in events if e.get("type") == "Warning" and about.fullmatch(e["involvedObject"]["name"])]
     own.sort(key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "")
     return [f"{e['involvedObject']['name']}: {e.get('reason', '')}: {e.get('message', '')}" for e in own[-most:]]

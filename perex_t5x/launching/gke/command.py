@@ -63,12 +63,8 @@ def define_own_flags() -> None:
     flags.DEFINE_integer("chips_per_host", None, "For node pools of unusual machines, such as v5e-8 with two hosts.")
     flags.DEFINE_integer("grace_seconds", 600, "How long a run may take to save when it is stopped.")
     flags.DEFINE_float("ttl_hours", 72, "Hours after which a finished JobSet is deleted, with the logs of its pods.")
-    flags.DEFINE_bool(
-        "host_network", False, "Pods use the nodes' network: faster between slices, without Workload Identity."
-    )
-    flags.DEFINE_bool(
-        "privileged", True, "Privileged containers, as xpk has them; --noprivileged if the cluster forbids them."
-    )
+    flags.DEFINE_bool("host_network", False, "Use the nodes' network: faster between slices, no Workload Identity.")
+    flags.DEFINE_bool("privileged", True, "Privileged containers, as with xpk; --noprivileged if they are forbidden.")
     flags.DEFINE_string("out", None, "For `manifest` the file, default stdout; for `collect` the folder.")
     flags.DEFINE_bool("all", False, "For `stop`: every launch of the namespace.")
     flags.DEFINE_float("poll_seconds", 10, "Seconds between two queries of the cluster while following.")

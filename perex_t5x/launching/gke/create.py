@@ -114,10 +114,6 @@ def check_cluster(cluster: Cluster, shape: Shape) -> None:
         raise ConfigError(f"the cluster {cluster.context} is not ready:\n{listed}")
 
 
-def _warn(words: str) -> None:
-    say(f"note: {words}")
-
-
 def _jobset_problems(cluster: Cluster) -> list[str]:
     done = cluster.ask("get", "crd", JOBSETS, "--output=json")
     if done.returncode == 0:
@@ -127,7 +123,7 @@ def _jobset_problems(cluster: Cluster) -> list[str]:
     if done.matches(shell.GONE):
         return [f"JobSet is not installed. Install it with:\n  {INSTALL_JOBSET}"]
     if done.matches(shell.FORBIDDEN):
-        _warn("you lack the permission to see whether JobSet is installed; assuming that it is.")
+        say("note: you lack the permission to see whether JobSet is installed; assuming that it is.")
         return []
     # At once: each further query would be retried, and fail in the same way.
     raise ConfigError(f"kubectl cannot reach the cluster {cluster.context}:\n{done.said}")
@@ -165,7 +161,7 @@ def _quota_problems(cluster: Cluster, shape: Shape, name: str) -> list[str]:
     """Whether Kueue's quota is large enough for one JobSet: a larger one would be queued forever."""
     done = cluster.ask("get", "clusterqueues.kueue.x-k8s.io", "--output=json")
     if done.returncode != 0:
-        _warn(f"the quota of --queue={shape.queue} could not be read:\n{done.said}")
+        say(f"note: the quota of --queue={shape.queue} could not be read:\n{done.said}")
     if done.returncode != 0 or cluster.commands.dry_run:
         return []
     queues = {item["metadata"]["name"]: item["spec"] for item in json.loads(done.stdout)["items"]}
@@ -183,7 +179,9 @@ def _quota_problems(cluster: Cluster, shape: Shape, name: str) -> list[str]:
     if asked <= most:
         return []
     if spec.get("cohort") or spec.get("cohortName"):
-        _warn(f"{begin} a quota of {most} chips of one kind, {asked} are requested: it has to borrow from its cohort.")
+        say(
+            f"note: {begin} a quota of {most} chips of one kind, {asked} are requested: it has to borrow from its cohort."
+        )
         return []
     return [f"{begin} a quota of {most} chips of one kind, {asked} are requested: it would be queued forever."]
 
@@ -197,7 +195,7 @@ def _named_problems(cluster: Cluster, kind: str, flag: str, name: str | None) ->
     if done.matches(shell.GONE):
         where = "" if kind == "namespace" else f" (namespace {cluster.namespace})"
         return [f"--{flag}={name}: there is no such {kind}{where}."]
-    _warn(f"whether the {kind} {name} exists is not known:\n{done.said}")
+    say(f"note: whether the {kind} {name} exists is not known:\n{done.said}")
     return []
 
 
@@ -205,15 +203,15 @@ def _node_problems(cluster: Cluster, shape: Shape) -> list[str]:
     selector = ",".join(f"{key}={value}" for key, value in node_selector(shape).items())
     done = cluster.ask("get", "nodes", f"--selector={selector}", "--output=json")
     if done.returncode != 0:
-        _warn(f"the cluster's nodes could not be listed:\n{done.said}")
+        say(f"note: the cluster's nodes could not be listed:\n{done.said}")
         return []
     if cluster.commands.dry_run:
         return []
     nodes = json.loads(done.stdout)["items"]
     if not nodes:
-        _warn(
-            f"the cluster has no node with {selector} now. The pods wait for one: autoscaling or autoprovisioning creates "
-            "nodes, otherwise add a node pool (docs/launch_gke.md)."
+        say(
+            f"note: the cluster has no node with {selector} now. The pods wait for one: autoscaling or autoprovisioning "
+            "creates nodes, otherwise add a node pool (docs/launch_gke.md)."
         )
         return []
     offered = {int(node["status"].get("allocatable", {}).get("google.com/tpu", 0)) for node in nodes} - {0}
@@ -226,8 +224,8 @@ def _node_problems(cluster: Cluster, shape: Shape) -> list[str]:
     pools = Counter(node["metadata"].get("labels", {}).get(NODE_POOL, "") for node in nodes)
     whole = sum(count // shape.hosts for count in pools.values())
     if whole < shape.slices:
-        _warn(
-            f"the cluster has {whole} complete slices of {shape.accelerator} {shape.topology} now, {shape.slices} are "
+        say(
+            f"note: the cluster has {whole} complete slices of {shape.accelerator} {shape.topology} now, {shape.slices} are "
             "requested: the pods wait until there are more."
         )
     return []

@@ -13,7 +13,7 @@ from typing import Any
 from perex_t5x.errors import ConfigError, Reason, TrainingError
 from perex_t5x.launching.gke.cluster import FAILED, Cluster, State, exit_codes, first_pod, troubles
 from perex_t5x.launching.gke.manifest import CONTAINER
-from perex_t5x.launching.shell import CommandError, Leftovers, end, say
+from perex_t5x.launching.shell import CommandError, Leftovers, end, say, with_notes
 from perex_t5x.launching.spec import FINAL_REASONS
 
 _MOST_SILENT_POLLS = 30
@@ -84,11 +84,8 @@ def follow(cluster: Cluster, group: str, poll_seconds: float = 10.0, begun: Call
                 return 0
             return _follow(cluster, group, poll_seconds, log)
     except KeyboardInterrupt:
-        stopped = KeyboardInterrupt(
-            f"no longer following; {group} continues. To follow it again: {command('follow', cluster, group)}"
-        )
-        stopped.add_note(_how_to_stop(cluster, group))
-        raise stopped from None
+        told = f"no longer following; {group} continues. To follow it again: {command('follow', cluster, group)}"
+        raise with_notes(KeyboardInterrupt(told), _how_to_stop(cluster, group)) from None
     except ConfigError:
         raise  # there is nothing to stop
     except Exception as e:

@@ -31,7 +31,12 @@ def define_flags() -> None:
     flags.DEFINE_bool("print_commands", False, "Check a sweep, print the command of every run, and stop.")
     flags.DEFINE_bool("follow", False, "With --executor=local: if this is running already, follow it.")
     flags.DEFINE_string("repository", None, "With --executor=vertex: where an image of this checkout is pushed.")
-    _define_gke_flags()
+    with contextlib.suppress(ImportError):  # those of launch/gke.py, to which --executor=gke passes them
+        from perex_t5x.launching.gke import command as gke_command
+
+        gke_command.define_own_flags()
+    if "image" not in flags.FLAGS:
+        flags.DEFINE_string("image", None, "The container, such as europe-docker.pkg.dev/PROJECT/perex/perex:TAG.")
     with contextlib.suppress(ImportError):  # reported once it is needed
         from xmanager import xm, xm_flags  # noqa: F401  (they define --xm_...)
 
@@ -42,16 +47,6 @@ def define_for_xmanager(argv: Sequence[str], usage: str | None) -> None:
     define_flags()
     cli_flags.show_in_help(usage, set(flags.FLAGS) - before)
     define_dotted(argv)
-
-
-def _define_gke_flags() -> None:
-    """Those of launch/gke.py, to which --executor=gke passes them; --image is one of them."""
-    with contextlib.suppress(ImportError):
-        from perex_t5x.launching.gke import command as gke_command
-
-        gke_command.define_own_flags()
-    if "image" not in flags.FLAGS:
-        flags.DEFINE_string("image", None, "The container, such as europe-docker.pkg.dev/PROJECT/perex/perex:TAG.")
 
 
 def main(words: Sequence[str]) -> None:

@@ -108,13 +108,8 @@ class Experiment:
             raise ConfigError(f"XManager cannot open its records of experiments: {type(e).__name__}: {e}") from e
         made.__enter__()
         self._made = made
-        [self._binary] = made.package(
-            [
-                self._xm.Packageable(
-                    executable_spec=self._xm.Binary(path=sys.executable), executor_spec=self._xm_local.Local.Spec()
-                )
-            ]
-        )
+        python, here = self._xm.Binary(path=sys.executable), self._xm_local.Local.Spec()
+        [self._binary] = made.package([self._xm.Packageable(executable_spec=python, executor_spec=here)])
         self._entry = {"experiment_id": made.experiment_id, "title": self.title, "started": _now(), "work_units": {}}
         logging.info("XManager experiment %d, %r", made.experiment_id, self.title)
 
