@@ -319,14 +319,8 @@ def _problem(job: Job) -> str | None:
         except ConfigError as e:
             return cli.cleaned(str(e))
         return None
-    sizes = {
-        "batch_size": job.batch_size,
-        "learning_rate": None,
-        "train_steps": job.train_steps,
-        "seed": 0,
-        "examples": 0,
-    }
-    return plan.dry_run(Run(job.name, {}, values["gin_file"], values["gin_bindings"], (), **sizes, search_paths=paths))
+    files, bindings, sizes = values["gin_file"], values["gin_bindings"], (job.batch_size, None, job.train_steps)
+    return plan.dry_run(Run(job.name, {}, files, bindings, (), *sizes, seed=0, examples=0, search_paths=paths))
 
 
 def _configure_data(job: Job) -> None:
