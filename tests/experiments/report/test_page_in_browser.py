@@ -2,7 +2,7 @@
 
 import pytest
 
-from perex_t5x.experiments.report.__main__ import main
+from perex_t5x.experiments import report
 from tests.experiments.report.browser import CHROMIUM, Browser
 from tests.experiments.report.support import basin_runs, scaling_runs, write_sweep
 
@@ -21,12 +21,12 @@ def pages(tmp_path_factory):
     write_sweep(
         folder / "basins", [{**run, "name": f"<i>run</i>{i}"} for i, run in enumerate(runs)], name="<b>rates</b>"
     )
-    main([str(folder / "basins"), f"--out={folder}/basins.html"])
+    (folder / "basins.html").write_text(report.make([str(folder / "basins")]))
     rules = []
     for rule, spread in (("sqrt", 0.005), ("linear", 0.06)):
         write_sweep(folder / rule, scaling_runs(spread, rule, monitor=True), name=rule, rule=rule)
         rules.append(str(folder / rule))
-    main([*rules, f"--out={folder}/rules.html"])
+    (folder / "rules.html").write_text(report.make(rules))
     return folder
 
 
