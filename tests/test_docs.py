@@ -32,7 +32,9 @@ def test_links(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_files_that_are_named_exist(page):
-    named = re.findall(r"`((?:perex_t5x|gin|launch|tests|docs)/[\w./-]+)`", page.read_text())
+    text = page.read_text()
+    named = re.findall(r"`((?:perex_t5x|gin|launch|tests|docs)/[\w./-]+)`", text)
+    named += re.findall(r"(?<![\w/.])(?:tests|launch)/[\w/]+\.py\b", text)  # also within commands
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
 
 
