@@ -23,6 +23,7 @@ from absl import logging
 from etils import epath
 from flax import traverse_util
 
+from perex_t5x import files
 from perex_t5x.errors import ConfigError, writing_failed
 from perex_t5x.train_state import TrainState
 from perex_t5x.utils import RestoreCheckpointConfig, SaveCheckpointConfig
@@ -143,7 +144,7 @@ class Restored:
 
 def absolute(path: str) -> str:
     """An absolute path; remote ones (gs://...) already are."""
-    return path.rstrip("/") if "://" in path else os.path.abspath(path)
+    return path.rstrip("/") if files.is_remote(path) else os.path.abspath(path)
 
 
 def data_dir(path: str) -> str:

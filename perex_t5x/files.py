@@ -3,37 +3,49 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is in an object store.
+
+    >>> is_remote("gs://bucket/run"), is_remote("/tmp/run")
+    (True, False)
+    """
+    return "://" in os.fspath(path)
 
 
 @contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
     """A text file that replaces `path` once the block has ended without an error; until then, and after an error, `path` is
-    as it was. Its folder is made if it does not exist. Remote paths (gs://...) go through `epath`."""
-    if "://" in os.fspath(path):
+    as it was. Its folder is made if it does not exist. In an object store (gs://...) it is one upload: an object appears
+    whole or not at all, and folders are no more than parts of names."""
+    if is_remote(path):
         from etils import epath
 
-        make, target = epath.Path, epath.Path(path)
-    else:
-        from pathlib import Path
-
-        make, target = Path, Path(os.path.realpath(path))  # a link stays a link
-        is_stream = os.path.abspath(path).startswith(("/dev/", "/proc/"))  # such as /dev/stdout, wherever that leads
-        if is_stream or (target.exists() and not target.is_file()):
-            with open(path, "w", encoding="utf-8") as f:
-                yield f
-            return
+        text = io.StringIO()
+        yield text
+        epath.Path(path).write_bytes(text.getvalue().encode())
+        return
+    target = Path(os.path.realpath(path))  # a link stays a link
+    is_stream = os.path.abspath(path).startswith(("/dev/", "/proc/"))  # such as /dev/stdout, wherever that leads
+    if is_stream or (target.exists() and not target.is_file()):
+        with open(path, "w", encoding="utf-8") as f:
+            yield f
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, since a rename cannot cross file systems; a name of its own, since others may write it at once.
-    temporary = make(f"{os.fspath(target)}.{os.getpid()}.{threading.get_ident()}.tmp")
+    temporary = Path(f"{os.fspath(target)}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as f:
             yield f
             f.flush()
-            with contextlib.suppress(OSError, AttributeError, ValueError):  # remote files have no descriptor
+            with contextlib.suppress(OSError):  # not every file system can
                 os.fsync(f.fileno())  # else a crash of the machine may leave the new name without its content
         temporary.replace(target)
     except BaseException:

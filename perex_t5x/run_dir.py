@@ -16,7 +16,7 @@ from etils import epath
 from flax import linen as nn
 from jax.tree_util import keystr
 
-from perex_t5x import distributed
+from perex_t5x import distributed, files
 from perex_t5x.cli import status
 from perex_t5x.errors import ConfigError
 
@@ -65,7 +65,7 @@ def _leave_probe(folder: str) -> str:
 
 
 def _make_writable(model_dir: str, checkpoint_bytes: int, dry_run: bool = False) -> None:
-    if "://" in model_dir:
+    if files.is_remote(model_dir):
         epath.Path(model_dir).mkdir(parents=True, exist_ok=True)
         return
     existed = os.path.isdir(model_dir)

@@ -47,3 +47,27 @@ def _fresh_gin():
     yield
     gin.config._CONFIG_IS_LOCKED = False
     gin.clear_config(clear_constants=False)
+
+
+@pytest.fixture(scope="session")
+def _cloud_storage_buckets():
+    from tests.standins import cloud_storage
+
+    with cloud_storage.running() as make_bucket:
+        yield make_bucket
+
+
+@pytest.fixture
+def cloud_storage(_cloud_storage_buckets):
+    """A bucket of its own in a stand-in for Cloud Storage: `tests/standins/cloud_storage.py`."""
+    bucket = _cloud_storage_buckets()
+    yield bucket
+    bucket.faults()
+
+
+@pytest.fixture
+def cloud_storage_in_process(cloud_storage, monkeypatch):
+    """`cloud_storage`, which also this process reaches as gs://."""
+    for name, value in cloud_storage.environment.items():
+        monkeypatch.setenv(name, value)
+    return cloud_storage

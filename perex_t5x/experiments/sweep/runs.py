@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from perex_t5x.files import is_remote
+
 DONE, FAILED, STOPPED, WAITING = "done", "failed", "stopped", "waiting"
 
 
@@ -118,4 +120,4 @@ class Result:
 
 def absolute(path: str) -> str:
     """The absolute path of a local folder; remote ones (gs://...) are returned unchanged."""
-    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
+    return path if is_remote(path) else os.path.abspath(os.path.expanduser(path))
