@@ -47,6 +47,7 @@ class Child:
       log: a file to which everything it prints is appended.
       on_line: called, in a thread, with each line it prints, as bytes with the line's end. A line that ends with a carriage
         return is one that the next is to overwrite.
+      edit: with `on_line`: what each line is replaced by, in the log too.
       status_file: where it writes how it ended (`perex_t5x.cli.status`); one of an earlier process is removed.
     """
 
@@ -58,6 +59,7 @@ class Child:
         cwd: str | None = None,
         log: str | None = None,
         on_line: Callable[[bytes], None] | None = None,
+        edit: Callable[[bytes], bytes] = bytes,
         status_file: str | None = None,
     ):
         environment = dict(os.environ if env is None else env)
@@ -78,7 +80,7 @@ class Child:
             )
         self._reader = None
         if on_line is not None:
-            self._reader = threading.Thread(target=self._read, args=(on_line,), daemon=True)
+            self._reader = threading.Thread(target=self._read, args=(on_line, edit), daemon=True)
             self._reader.start()
 
     @property
@@ -118,10 +120,10 @@ class Child:
         """The end of what it has added to its log."""
         return "" if self._log is None else read_tail(self._log, most, self._log_start)
 
-    def _read(self, on_line: Callable[[bytes], None]) -> None:
+    def _read(self, on_line: Callable[[bytes], None], edit: Callable[[bytes], bytes]) -> None:
         with contextlib.ExitStack() as opened:
             log = opened.enter_context(open(self._log, "ab")) if self._log else None
-            for line in lines(self._process.stdout):
+            for line in map(edit, lines(self._process.stdout)):
                 if log is not None:
                     log.write(line)
                     log.flush()

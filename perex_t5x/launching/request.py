@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from absl import flags
@@ -12,6 +13,7 @@ from perex_t5x.cli import flags as cli_flags
 from perex_t5x.errors import ConfigError
 from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching import bundle, names, spec
+from perex_t5x.launching.environment import Environment, define_environment_flags
 from perex_t5x.launching.shell import Commands
 
 
@@ -37,6 +39,7 @@ def define_launch_flags() -> None:
     flags.DEFINE_bool("allow_uncommitted", False, "Include uncommitted files as they are.")
     flags.DEFINE_integer("max_restarts", 10, "How often an interrupted run is restarted.")
     flags.DEFINE_list("with_package", [], "More wheels or project folders to install, such as your own tasks.")
+    define_environment_flags()
 
 
 # Flags that a `Request` has under the same names.
@@ -55,6 +58,8 @@ class Request:
       work: what runs; None for commands that only inspect or stop a launch.
       slice: the kind of slice; None if no flag names one and there is no `work`.
       slices: their number.
+      environment: name -> value, of the jobs' environment variables; also in `work`, from which the worker sets them.
+      secrets: name -> reference, of those whose values the launcher has to put into the worker's environment.
       others: as the flags of these names.
     """
 
@@ -75,6 +80,8 @@ class Request:
     dry_run: bool
     skip_gin_check: bool = False
     reserved: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_flags(cls, args: Any, with_work: bool = True) -> Request:
@@ -93,7 +100,10 @@ class Request:
         if not with_work and args.name is None:
             raise ConfigError("--name is missing: the name of the launch.")
         bundle.check_packages(args.with_package)
+        given = Environment.parse(args.env, args.libtpu_args, args.secret, args.not_secret)
         work = spec.make(args) if with_work else None
+        if work:
+            work = dataclasses.replace(work, environment=given.variables, secrets=tuple(given.secrets))
         topology = args.topology or (work and work.topology)
         if with_work and not topology:
             raise ConfigError(
@@ -110,6 +120,8 @@ class Request:
             slices=slices,
             with_package=tuple(args.with_package),
             reserved=getattr(args, "reserved", False),  # TPU VMs alone
+            environment=given.variables,
+            secrets=given.secrets,
             **{name: getattr(args, name) for name in _AS_FLAGS},
         )
 

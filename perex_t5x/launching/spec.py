@@ -20,6 +20,7 @@ from perex_t5x.launching import names
 GIN_FOLDER = "gin_files"  # beside jobs.json; a Gin search path of the jobs, which run in the folder of jobs.json
 # Ends of a worker that a restart would repeat. Every other end, such as a lost connection to process 0, is restarted.
 FINAL_REASONS = (Reason.CONFIGURATION, Reason.SOME_FAILED, Reason.DIVERGED)
+_VERSION = 2  # of jobs.json
 # The Gin macros that say where a command writes.
 _FOLDERS = ("MODEL_DIR", "EVAL_OUTPUT_DIR", "INFER_OUTPUT_DIR")
 # Flags that are passed on to the jobs if they are given.
@@ -73,6 +74,8 @@ class Work:
       twins: name of a run -> the job with the same configuration, which runs for both.
       gin_files: name in `GIN_FOLDER` -> path on this machine, of Gin files that are not shipped with the package.
       topology, slices: from the Gin files, if they set them.
+      environment: variables of every job, on top of the host's.
+      secrets: names of variables, set on the hosts, whose values must not be printed or stored.
     """
 
     name: str
@@ -83,6 +86,8 @@ class Work:
     gin_files: Mapping[str, str] = field(default_factory=dict)
     topology: str | None = None
     slices: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -97,8 +102,9 @@ class Work:
     def to_json(self, indent: int | None = 1) -> str:
         """jobs.json; without `indent` on one line."""
         jobs = [dataclasses.asdict(job) for job in self.jobs]
-        content = {"version": 1, "name": self.name, "root": self.root, "jobs": jobs}
+        content = {"version": _VERSION, "name": self.name, "root": self.root, "jobs": jobs}
         content |= {"sweep": self.sweep, "twins": dict(self.twins)}
+        content |= {"environment": dict(self.environment), "secrets": list(self.secrets)}
         return json.dumps(content, indent=indent, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -106,8 +112,13 @@ class Work:
         """Reads jobs.json."""
         try:
             content = json.loads(text)
+            if content.get("version", 1) > _VERSION:
+                raise ValueError(f"version {content['version']}, of a newer perex_t5x than the one that reads it")
             jobs = [Job(**{**job, "arguments": tuple(job["arguments"])}) for job in content["jobs"]]
-            return cls(content["name"], content["root"], tuple(jobs), content["sweep"], content["twins"])
+            work = cls(content["name"], content["root"], tuple(jobs), content["sweep"], content["twins"])
+            # Version 1 has neither.
+            more = {"environment": content.get("environment", {}), "secrets": tuple(content.get("secrets", ()))}
+            return dataclasses.replace(work, **more)
         except (ValueError, KeyError, TypeError) as e:
             raise ConfigError(f"jobs.json cannot be read: {type(e).__name__}: {e}. Launch again.") from e
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -28,7 +29,7 @@ from perex_t5x.cli import subprocesses
 from perex_t5x.cli.status import Status
 from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.experiments.sweep import execute
-from perex_t5x.launching import names
+from perex_t5x.launching import environment, names
 from perex_t5x.launching.spec import Job, Work
 
 FINISHED = "finished.json"
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with open(options.jobs, encoding="utf-8") as f:
             work = Work.from_json(f.read())
+        environment.check_secrets(work.secrets, os.environ)
         writer = host_index() == 0
     except (OSError, ConfigError) as e:
         print(f"\nERROR: {e}", file=sys.stderr, flush=True)
@@ -77,6 +79,7 @@ class _Worker:
 
     def __init__(self, work: Work, folder: str, log_dir: str, writer: bool):
         self._work, self._folder, self._log_dir, self._writer = work, folder, log_dir, writer
+        self._redact = environment.redactor(work.secrets, os.environ)
         self._asked: int | None = None
         self._child: subprocesses.Child | None = None
 
@@ -118,19 +121,26 @@ class _Worker:
         """How it ended."""
         if self._asked is not None:
             return Status(Reason.INTERRUPTED, Reason.INTERRUPTED.exit_code)
+        variables = environment.of_job(self._work.environment, os.environ)
         cache = f"{self._work.root}/.jax_cache"  # in the bucket, so that a new slice finds it
         self._child = subprocesses.Child(
             job.argv(),
             cwd=self._folder,
-            env={"JAX_COMPILATION_CACHE_DIR": cache, **os.environ, "PYTHONUNBUFFERED": "1"},
+            env={"JAX_COMPILATION_CACHE_DIR": cache, **variables, "PYTHONUNBUFFERED": "1"},
             log=self._log(job),
             on_line=_print,
+            edit=self._redact,
             status_file=os.path.join(self._log_dir, f"{job.name}.status.json"),
         )
         if self._asked is not None:  # in between
             self._child.send_signal(self._asked)
         self._child.wait()
-        return self._child.status()
+        status = self._child.status()
+        words = {name: self._redacted(getattr(status, name)) for name in ("message", "finding")}
+        return dataclasses.replace(status, **words)
+
+    def _redacted(self, text: str) -> str:
+        return self._redact(text.encode(errors="surrogateescape")).decode(errors="replace")
 
     def _pass_on(self, number: int) -> None:
         self._asked = number

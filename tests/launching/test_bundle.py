@@ -155,11 +155,25 @@ RUN = ("--gin_file=models/nano.gin", "--gin_file=runs/pretrain.gin",
 
 def test_a_single_run(flag_values):
     found = request.Request.from_flags(
-        flag_values(*RUN, "--dir=gs://bucket/runs/My_run", "--topology=v5e-16", "--heartbeat_timeout=50")
+        flag_values(
+            *RUN,
+            "--dir=gs://bucket/runs/My_run",
+            "--topology=v5e-16",
+            "--heartbeat_timeout=50",
+            "--env",
+            "A=1",
+            "--libtpu_args=--xla_a=1",
+            "--libtpu_args",
+            "--xla_b=2",
+            "--secret=HF_TOKEN=hf-token",
+        )
     ).in_bucket()
     assert (found.name, found.slice.hosts, found.slices) == ("my-run", 4, 1)
     (job,) = found.work.jobs
     assert job.arguments[-1] == "--heartbeat_timeout=50"
+    assert found.environment == {"A": "1", "LIBTPU_INIT_ARGS": "--xla_a=1 --xla_b=2"} == found.work.environment
+    assert found.secrets == {"HF_TOKEN": "hf-token"} and found.work.secrets == ("HF_TOKEN",)
+    assert "hf-token" not in found.work.to_json()
     assert job.train_steps == 10 and job.model_dir == "gs://bucket/runs/My_run"
     assert found.work.fingerprint == Work("x", "gs://bucket/runs/My_run/", ()).fingerprint
 

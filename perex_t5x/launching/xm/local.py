@@ -50,7 +50,7 @@ def _check_flags(args: Any) -> None:
     problems = []
     if args.dir and "://" in args.dir:
         problems.append(f"--dir={args.dir}: --executor=local writes to a folder of this machine.")
-    for name in ("topology", "slices", "spot", "reservation", "zone", "image"):
+    for name in ("topology", "slices", "spot", "reservation", "zone", "image", "env", "libtpu_args", "secret"):
         if getattr(args, name):
             problems.append(f"--{name} does not apply to --executor=local, which uses this machine.")
     if args.parallel is not None and args.parallel < 1:
