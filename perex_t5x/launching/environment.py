@@ -106,7 +106,7 @@ class Environment:
             if _LIKE_A_VALUE.fullmatch(reference) or not _REFERENCE.fullmatch(reference):
                 raise ConfigError(
                     f"--secret {name}=...: looks like the value of a secret, not like a reference to one. Store the value "
-                    "in Secret Manager or a Kubernetes Secret, and give its name (docs/launch.md). If it was a value, remove "
+                    "in Secret Manager or a Kubernetes Secret, and give its name (docs/launch.md). If it was one, remove "
                     "it from this shell's history."
                 )
         return cls(variables, secrets)
