@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,31 @@ class EndOfData(IndexError):  # noqa: N818 (an end, not an error)
 def row_range(index: tuple[slice, ...], batch_size: int) -> tuple[int, int]:
     start, stop, _ = index[0].indices(batch_size)
     return start, stop
+
+
+def rows_of_processes(sharding: jax.sharding.Sharding, batch_size: int) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Process -> the rows of the batch that its devices hold, as ascending ranges (start, stop) that do not touch.
+
+    On a pod the hosts are blocks of chips, so that a host's rows are rarely one range.
+    """
+    ranges: dict[int, set[tuple[int, int]]] = collections.defaultdict(set)
+    for device, index in sharding.devices_indices_map((batch_size, 1)).items():
+        ranges[device.process_index].add(row_range(index, batch_size))
+    return {process: _joined(sorted(held)) for process, held in sorted(ranges.items())}
+
+
+def _joined(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """
+    >>> _joined([(0, 2), (2, 4), (8, 10)])
+    ((0, 4), (8, 10))
+    """
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
 
 
 def make_global_batch(read: Callable[[int, int], Rows], spec: Spec, shardings: Shardings) -> dict:

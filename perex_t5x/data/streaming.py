@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
 import io
 import json
 import os
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,34 +26,72 @@ from perex_t5x.errors import ConfigError
 _KEEP = 16
 
 
-def data_shard(sharding: jax.sharding.Sharding, batch_size: int, process: int) -> tuple[int, int]:
-    """(number of data shards, this process's): processes that hold the same rows share a shard.
+@dataclasses.dataclass(frozen=True)
+class DataShard:
+    """The part of the source that a process reads, and the rows of the batch that it fills with it.
 
-    With model parallelism across hosts several processes hold the same rows and must read the same.
+    Attributes:
+      parts: into how many parts the source is divided.
+      index: which of them.
+      rows: ascending ranges (start, stop); the process's stream fills them in this order.
     """
-    rows_of: dict[int, set[tuple[int, int]]] = collections.defaultdict(set)
-    for device, index in sharding.devices_indices_map((batch_size, 1)).items():
-        rows_of[device.process_index].add(device_batches.row_range(index, batch_size))
-    ranges = {p: (min(r)[0], max(b for _, b in r)) for p, r in rows_of.items()}
-    distinct = sorted(set(ranges.values()))
-    parts = len(distinct)
-    size = batch_size // parts
-    if distinct != [(i * size, (i + 1) * size) for i in range(parts)]:
+
+    parts: int
+    index: int
+    rows: tuple[tuple[int, int], ...]
+
+    def offset(self, row: int) -> int:
+        """Where a row of the batch is in this process's part of it.
+
+        >>> shard = DataShard(2, 1, ((4, 8), (12, 16)))
+        >>> shard.offset(4), shard.offset(14)
+        (0, 6)
+        """
+        before = 0
+        for start, stop in self.rows:
+            if start <= row < stop:
+                return before + row - start
+            before += stop - start
+        raise ValueError(f"row {row} is not among {self.rows}")
+
+    def words(self) -> str:
+        """
+        >>> DataShard(2, 1, ((4, 8), (12, 16))).words()
+        'data shard 1 of 2 for rows 4-7, 12-15'
+        """
+        rows = ", ".join(f"{start}-{stop - 1}" for start, stop in self.rows)
+        return f"data shard {self.index} of {self.parts} for rows {rows}"
+
+
+def data_shards(sharding: jax.sharding.Sharding, batch_size: int) -> dict[int, DataShard]:
+    """What each process reads: processes that hold the same rows share a data shard.
+
+    With model parallelism across hosts several processes hold the same rows and must read the same. The shards are
+    numbered by their first rows, so that the numbers depend on the sharding alone.
+
+    Raises `ConfigError` where two processes share some of their rows but not all, or hold different numbers of rows.
+    """
+    rows_of = device_batches.rows_of_processes(sharding, batch_size)
+    distinct = sorted(set(rows_of.values()))
+    sizes = {sum(stop - start for start, stop in rows) for rows in distinct}
+    if sizes != {batch_size // len(distinct)} or batch_size % len(distinct):
+        shown = "; ".join(DataShard(len(distinct), i, rows).words() for i, rows in enumerate(distinct[:4]))
         raise ConfigError(
-            f"The streaming feed needs every host to hold one equal, contiguous part of the batch, "
-            f"but this mesh gives the row ranges {distinct} of {batch_size}. Order the mesh so that "
-            "a host's devices are neighbours on the data axis, or set DatasetConfig.feed = 'cached'."
+            f"The streaming feed divides a batch among the hosts, so any two of them must hold either the same rows or none "
+            f"in common, and all the same number; this mesh divides {batch_size} rows otherwise ({shown}"
+            f"{', ...' if len(distinct) > 4 else ''}). Change PjitPartitioner.num_partitions or its ici_mesh_shape so that "
+            "`model` covers whole hosts or divides one, or set DatasetConfig.feed = 'cached'."
         )
-    return parts, distinct.index(ranges[process])
+    return {process: DataShard(len(distinct), distinct.index(rows), rows) for process, rows in rows_of.items()}
 
 
 class StreamingFeed(Feed):
     """Batches in sequence from a SeqIO pipeline.
 
-    A repeating feed is sharded: each process reads its own part of the source, so the global batch
-    depends on the number of hosts. A feed of one epoch (evaluation) is read in whole by every
-    process, which then keeps its own rows: all agree on where the data end. Asking for step 0 again
-    restarts it.
+    A repeating feed is sharded: each process reads its own part of the source for the rows that its
+    devices hold, so the global batch depends on the number of hosts and on the mesh. A feed of one
+    epoch (evaluation) is read in whole by every process, which then keeps its own rows: all agree on
+    where the data end. Asking for step 0 again restarts it.
     """
 
     def __init__(self, request: FeedRequest):
@@ -65,7 +105,7 @@ class StreamingFeed(Feed):
         self.has_state = request.repeat
         self._lock = threading.RLock()
         self._iterator: Any = None
-        self._shards: tuple[int, int] | None = None
+        self._shard: DataShard | None = None
         self._next_step = 0
         self._saved_step: int | None = None  # of the last `position`
         self._restore_from: str | None = None
@@ -104,14 +144,14 @@ class StreamingFeed(Feed):
         return ds.with_options(options)
 
     def _start(self, sharding: device_batches.Shardings | None) -> None:
-        shards = (1, 0)
+        shard = DataShard(1, 0, ((0, self.batch_size),))
         if self._repeat and jax.process_count() > 1:
             if sharding is None:
                 raise ValueError("a streaming feed on several processes needs shardings")
             one = next(iter(sharding.values()))
-            shards = data_shard(one, self.batch_size, jax.process_index())
-        self._shards = shards
-        self._iterator = iter(self._dataset(*shards))
+            shard = data_shards(one, self.batch_size)[jax.process_index()]
+        self._shard = shard
+        self._iterator = iter(self._dataset(shard.parts, shard.index))
         self._next_step = 0
         if self._restore_from is not None:
             self._read_state(self._restore_from)
@@ -129,7 +169,7 @@ class StreamingFeed(Feed):
             raise EndOfData(f"the data end at step {self._next_step}") from None
         rows = {name: np.asarray(tensors[name]) for name in self.element_spec}
         count = len(next(iter(rows.values())))
-        wanted = self.batch_size // self._shards[0]
+        wanted = self.batch_size // self._shard.parts
         if count < wanted:
             if not self._pad_remainder:
                 raise EndOfData(f"the data end at step {self._next_step}")
@@ -155,11 +195,13 @@ class StreamingFeed(Feed):
                 self._handed_out.append((step, rows))
         if sharding is None:
             return rows
-        parts, mine = self._shards
-        offset = mine * (self.batch_size // parts)
-        return device_batches.make_global_batch(
-            lambda a, b: {name: x[a - offset : b - offset] for name, x in rows.items()}, self.element_spec, sharding
-        )
+        shard = self._shard
+
+        def read(start: int, stop: int) -> device_batches.Rows:
+            first = shard.offset(start)
+            return {name: x[first : first + stop - start] for name, x in rows.items()}
+
+        return device_batches.make_global_batch(read, self.element_spec, sharding)
 
     def position(self, step: int) -> dict[str, Any]:
         """As for every feed; the state of this step is then what `save_state` writes."""
@@ -199,7 +241,8 @@ class StreamingFeed(Feed):
                 with tf.io.gfile.GFile(os.path.join(folder, f"ahead_{i}.npz"), "wb") as f:
                     f.write(buffer.getvalue())
             with tf.io.gfile.GFile(os.path.join(folder, "state.json"), "w") as f:
-                f.write(json.dumps({"step": step, "ahead": len(ahead), "shards": self._shards}))
+                shard = {"shards": [self._shard.parts, self._shard.index], "rows": self._shard.rows}
+                f.write(json.dumps({"step": step, "ahead": len(ahead), **shard}))
 
     def restore(self, directory: str) -> None:
         """Continues from a saved state; refuses one of another number of processes."""
@@ -229,11 +272,12 @@ class StreamingFeed(Feed):
         folder = os.path.join(directory, _process_name())
         with tf.io.gfile.GFile(os.path.join(folder, "state.json")) as f:
             state = json.load(f)
-        if tuple(state["shards"]) != self._shards:
+        saved = _saved_shard(state, self.batch_size)
+        if saved != self._shard:
             raise ConfigError(
-                f"Cannot resume the streaming feed from {directory}: this process read data shard "
-                f"{state['shards'][1]} of {state['shards'][0]}, and with this mesh it would read "
-                f"{self._shards[1]} of {self._shards[0]}. Use the mesh of the saved run."
+                f"Cannot resume the streaming feed from {directory}: this process read {saved.words()}, and with this "
+                f"mesh it would read {self._shard.words()}. Use the mesh of the saved run, or begin another MODEL_DIR "
+                "from its parameters with CheckpointConfig.restore.path."
             )
         path = os.path.join(folder, "iterator")
         tf.train.Checkpoint(iterator=self._iterator).read(path).assert_consumed()
@@ -244,6 +288,14 @@ class StreamingFeed(Feed):
                 with np.load(io.BytesIO(f.read())) as rows:
                     self._ahead.append({name: rows[name] for name in self.element_spec})
         self._next_step = state["step"]
+
+
+def _saved_shard(state: Mapping[str, Any], batch_size: int) -> DataShard:
+    parts, index = state["shards"]
+    size = batch_size // parts
+    # States of versions that knew only hosts with one range of rows name no rows.
+    rows = state.get("rows", [[index * size, (index + 1) * size]])
+    return DataShard(parts, index, tuple((start, stop) for start, stop in rows))
 
 
 def _process_name() -> str:

@@ -100,15 +100,45 @@ class FakeSharding:
 def test_processes_with_the_same_rows_read_the_same_shard():
     # 4 processes of 2 devices; model parallelism of 4 joins processes 0 and 1, 2 and 3.
     sharding = FakeSharding([(p, 8 * (p // 2), 8 * (p // 2) + 8) for p in range(4) for _ in "ab"])
-    assert [streaming.data_shard(sharding, 16, p) for p in range(4)] == [
-        (2, 0),
-        (2, 0),
-        (2, 1),
-        (2, 1),
-    ]
-    uneven = FakeSharding([(0, 0, 4), (0, 12, 16), (1, 4, 8), (1, 8, 12)])
-    with pytest.raises(ConfigError, match="contiguous"):
-        streaming.data_shard(uneven, 16, 0)
+    shards = streaming.data_shards(sharding, 16)
+    assert [(shards[p].parts, shards[p].index) for p in range(4)] == [(2, 0), (2, 0), (2, 1), (2, 1)]
+
+
+def test_a_process_fills_the_rows_of_its_devices_whatever_their_order():
+    interleaved = FakeSharding([(1, 0, 4), (0, 4, 8), (0, 8, 12), (1, 12, 16)])
+    assert streaming.data_shards(interleaved, 16) == {
+        0: streaming.DataShard(2, 1, ((4, 12),)),
+        1: streaming.DataShard(2, 0, ((0, 4), (12, 16))),
+    }
+
+
+@pytest.mark.parametrize("rows", [
+    [(0, 0, 4), (0, 4, 8), (1, 4, 8), (1, 8, 12), (2, 8, 12), (2, 12, 16)],  # some rows in common
+    [(0, 0, 4), (0, 4, 8), (0, 8, 12), (1, 12, 16)],  # not equally many
+])  # fmt: skip
+def test_rows_that_cannot_be_divided_are_refused(rows):
+    with pytest.raises(ConfigError, match=r"data shard 0 of \d for rows 0-.*feed = 'cached'"):
+        streaming.data_shards(FakeSharding(rows), 16)
+
+
+def test_the_state_of_another_mesh_is_refused(stream, tmp_path):
+    feed = stream()
+    feed.batch(0, None)
+    feed.save_state(str(tmp_path), 1)
+    path = tmp_path / "process_0-of-1" / "state.json"
+    state = json.loads(path.read_text())
+    assert state["rows"] == [[0, 8]]
+    for change, reason in ({"rows": [[0, 2], [6, 8]]}, "rows 0-1, 6-7"), ({"shards": [2, 1]}, "data shard 1 of 2"):
+        path.write_text(json.dumps(state | change))
+        resumed = stream()
+        resumed.restore(str(tmp_path))
+        with pytest.raises(ConfigError, match=f"{reason}.* it would read data shard 0 of 1 for rows 0-7"):
+            resumed.batch(1, None)
+    del state["rows"]  # a state of an earlier version
+    path.write_text(json.dumps(state))
+    resumed = stream()
+    resumed.restore(str(tmp_path))
+    assert equal(resumed.batch(1, None), feed.batch(1, None))
 
 
 def test_feeds_are_imported_without_tensorflow():

@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import seqio
 
 from perex_t5x.data import make_feed, tasks
 from perex_t5x.errors import ConfigError
@@ -46,6 +48,11 @@ def hosts(corpus, tmp_path_factory):
     return folder, [json.loads(line[5:]) for line in lines]
 
 
+def by_row(rows_of):
+    """Number of the first row -> hash, of pairs of rows: what the hosts print."""
+    return {str(i): hashlib.sha256(np.stack([rows_of[i], rows_of[i + 1]])).hexdigest() for i in range(0, 8, 2)}
+
+
 def test_two_hosts_see_the_cached_batch_of_one(hosts, corpus, config, converter):
     folder, (first, second) = hosts
     tasks.register_text_files(glob=f"{corpus}/*.txt", name="hosts_lm")
@@ -66,3 +73,42 @@ def test_a_stream_is_divided_and_resumed(hosts, config, converter):
     assert sorted(os.listdir(folder / "state")) == ["process_0-of-2", "process_1-of-2"]
     with pytest.raises(ConfigError, match="saved by 2 processes and this run has 1"):
         make_feed(config(feed="streaming"), converter).restore(str(folder / "state"))
+
+
+def test_hosts_whose_rows_interleave_stream_what_one_process_sees(hosts, corpus):
+    """Each host's stream is its shard of the source, and fills its own rows in ascending order."""
+    _, (first, second) = hosts
+    tasks.register_text_files(glob=f"{corpus}/*.txt", name="hosts_lm")
+    streams = []
+    for index in range(2):
+        lengths, shard = {"targets": 32}, seqio.ShardInfo(index=index, num_shards=2)
+        ds = seqio.get_mixture_or_task("hosts_lm").get_dataset(
+            lengths,
+            split="train",
+            use_cached=False,
+            shuffle=True,
+            seed=3,
+            shard_info=shard,
+            num_epochs=None,
+            try_in_mem_cache=False,
+        )
+        streams.append(seqio.LMFeatureConverter(pack=False)(ds, lengths).batch(4).as_numpy_iterator())
+    for step in range(3):
+        parts = [next(stream)["decoder_target_tokens"] for stream in streams]
+        rows = dict(zip([0, 1, 6, 7], parts[0], strict=True)) | dict(zip([2, 3, 4, 5], parts[1], strict=True))
+        expected = by_row(rows)
+        assert first["interleaved"][step] == {i: expected[i] for i in ("0", "6")}
+        assert second["interleaved"][step] == {i: expected[i] for i in ("2", "4")}
+    for host in (first, second):
+        assert host["interleaved_resumed"] == host["interleaved"][1:]
+    assert "read data shard 0 of 2 for rows 0-1, 6-7, and with this mesh it would read" in first["refused"]
+    assert "data shard 1 of 2 for rows 2-5, and with this mesh it would read" in second["refused"]
+
+
+def test_a_cached_feed_reads_only_the_rows_of_its_devices_each_once(hosts):
+    _, (first, second) = hosts
+    assert sorted(map(tuple, first["reads"])) == [(0, 2), (6, 8)]
+    assert sorted(map(tuple, second["reads"])) == [(2, 4), (4, 6)]
+    both = {**first["cached"], **second["cached"]}
+    assert {**first["cached_interleaved"], **second["cached_interleaved"]} == both
+    assert set(first["cached_interleaved"]) == {"0", "6"}

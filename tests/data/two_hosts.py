@@ -15,11 +15,18 @@ def main(port: str, index: str, glob: str, folder: str) -> None:
     import seqio
 
     from perex_t5x.data import make_feed, tasks
+    from perex_t5x.errors import ConfigError
     from perex_t5x.utils import DatasetConfig
 
     tasks.register_text_files(glob=glob, name="hosts_lm")
-    mesh = jax.make_mesh((len(jax.devices()),), ("data",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    def on(devices):
+        mesh = jax.sharding.Mesh(np.array(devices), ("data",))
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    straight = on(jax.devices())
+    # The second process's rows lie between the two parts of the first's, as where hosts are blocks of a torus.
+    interleaved = on([jax.devices()[i] for i in (0, 2, 3, 1)])
 
     def make(**changes):
         values = dict(
@@ -32,7 +39,7 @@ def main(port: str, index: str, glob: str, folder: str) -> None:
         )
         return make_feed(DatasetConfig(**{**values, **changes}), seqio.LMFeatureConverter)
 
-    def local(feed, step):
+    def local(feed, step, sharding=straight):
         """This process's rows of a global batch, by their number in it."""
         batch = feed.batch(step, {name: sharding for name in feed.element_spec})
         shards = batch["decoder_target_tokens"].addressable_shards
@@ -50,6 +57,23 @@ def main(port: str, index: str, glob: str, folder: str) -> None:
     resumed = make(feed="streaming")
     resumed.restore(state)
     seen["resumed"] = [local(resumed, step) for step in (1, 2)]
+
+    stream = make(feed="streaming")
+    seen["interleaved"] = [local(stream, step, interleaved) for step in range(3)]
+    stream.save_state(os.path.join(folder, "interleaved"), 1)
+    resumed.restore(os.path.join(folder, "interleaved"))
+    try:
+        local(resumed, 1, straight)
+    except ConfigError as e:
+        seen["refused"] = str(e)
+    resumed = make(feed="streaming")
+    resumed.restore(os.path.join(folder, "interleaved"))
+    seen["interleaved_resumed"] = [local(resumed, step, interleaved) for step in (1, 2)]
+
+    cached, seen["reads"] = make(cache_dir=copies), []
+    read = cached._read
+    cached._read = lambda a, b: [seen["reads"].append((a - 40, b - 40)), read(a, b)][1]
+    seen["cached_interleaved"] = local(cached, 5, interleaved)
     print("SEEN " + json.dumps(seen))
 
 
