@@ -23,7 +23,7 @@ from absl import logging
 from etils import epath
 from flax import traverse_util
 
-from perex_t5x import files
+from perex_t5x import buckets, files
 from perex_t5x.errors import ConfigError, writing_failed
 from perex_t5x.train_state import TrainState
 from perex_t5x.utils import RestoreCheckpointConfig, SaveCheckpointConfig
@@ -167,6 +167,7 @@ def step_of(path: str) -> int | None:
 def checkpoint_paths(path: str, mode: str) -> list[str]:
     """Checkpoints that `path` names under a restore mode, oldest first. Raises `ConfigError` where there are none."""
     folder = epath.Path(path)
+    buckets.check(path, "RestoreCheckpointConfig.path", writes=False)
     binding = f"RestoreCheckpointConfig.path = {path!r}"
     if not folder.exists():
         raise ConfigError(f"{binding}: this path does not exist.")

@@ -27,7 +27,7 @@ class Reason(enum.StrEnum):
     SOME_FAILED = "some_failed"  # of several jobs: all have ended, some of them for good without success
     BUSY = "busy"  # another process is already doing this
     DIVERGED = "diverged"  # loss or parameters are not finite; the same run would diverge again
-    UNREACHABLE = "unreachable"  # processes did not find each other at the start
+    UNREACHABLE = "unreachable"  # at the start: processes did not find each other, or storage did not answer
     PEER_LOST = "peer_lost"  # another process of the run died, hangs or cannot be reached any more
     NO_SPACE = "no_space"  # the disk or the quota is full
     TIMEOUT = "timeout"  # a supervisor's time limit
@@ -81,7 +81,7 @@ class TrainingError(RuntimeError):
 
 
 class UnreachableError(TrainingError):
-    """The processes of a run did not find each other in time."""
+    """The processes of a run did not find each other in time, or its storage did not answer."""
 
     reason = Reason.UNREACHABLE
 

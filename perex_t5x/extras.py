@@ -12,7 +12,12 @@ from perex_t5x.errors import ConfigError
 _TRAIN = ("absl", "clu", "etils", "flax", "gin", "grain", "orbax", "rich", "seqio", "tensorflow", "tensorstore")
 # What every command that names the extra imports; extras build on [train]. What only some of them need (libtpu, XManager) is
 # missed where it is used.
-_MODULES = {"train": _TRAIN, "reports": (*_TRAIN, "vl_convert"), "launch": _TRAIN}
+_MODULES = {
+    "train": _TRAIN,
+    "gcs": ("google.cloud.storage",),
+    "reports": (*_TRAIN, "vl_convert"),
+    "launch": _TRAIN,
+}
 
 
 class MissingExtraError(ConfigError):
@@ -21,7 +26,7 @@ class MissingExtraError(ConfigError):
 
 def missing(extra: str) -> list[str]:
     """The modules of an extra that are not installed; nothing is imported."""
-    return [name for name in _MODULES[extra] if not _is_installed(name)]
+    return [name for name in _MODULES[extra] if not is_installed(name)]
 
 
 def require(extra: str, who: str) -> None:
@@ -35,7 +40,12 @@ def require(extra: str, who: str) -> None:
         )
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Whether a module can be imported; nothing but the packages around it is.
+
+    >>> is_installed("numpy.linalg"), is_installed("no.such.module")
+    (True, False)
+    """
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):

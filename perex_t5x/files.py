@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+from perex_t5x.errors import ConfigError
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -18,6 +21,18 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     (True, False)
     """
     return "://" in os.fspath(path)
+
+
+def check_path(path: str | os.PathLike[str], setting: str) -> None:
+    """Raises `ConfigError` for what is meant to be in a bucket and would be a local folder named 'gs:'.
+
+    >>> check_path("gs:/bucket/run", "MODEL_DIR")
+    Traceback (most recent call last):
+    perex_t5x.errors.ConfigError: MODEL_DIR = 'gs:/bucket/run': a bucket is written gs://bucket/run.
+    """
+    path = os.fspath(path)
+    if path.startswith("gs:") and not re.match(r"gs://[^/]", path):
+        raise ConfigError(f"{setting} = {path!r}: a bucket is written gs://{path[3:].strip('/') or 'BUCKET/FOLDER'}.")
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from etils import epath
 from flax import linen as nn
 from jax.tree_util import keystr
 
-from perex_t5x import distributed, files
+from perex_t5x import buckets, distributed, files
 from perex_t5x.cli import status
 from perex_t5x.errors import ConfigError
 
@@ -28,10 +28,12 @@ def prepare(folder: str, checkpoint_bytes: int = 0, dry_run: bool = False, *, bi
     """Makes the folder, first in process 0; raises `ConfigError` if it cannot be used.
 
     It has to be writable, with room for one checkpoint, and the same folder for all processes. A dry run leaves no folder
-    behind that was not there. Remote folders (gs://...) are left to the storage layer.
+    behind that was not there. In a bucket (gs://...) the process must be able to make, read, list and delete objects.
     """
+    if not distributed.is_writer():
+        buckets.check(folder, binding, writes=False)
     if distributed.is_writer():
-        _make_writable(folder, checkpoint_bytes, dry_run)
+        _make_writable(folder, checkpoint_bytes, dry_run, binding)
     if dry_run:
         return
     status.in_folder(folder)
@@ -47,8 +49,8 @@ def prepare(folder: str, checkpoint_bytes: int = 0, dry_run: bool = False, *, bi
                 "network file system."
             )
         time.sleep(0.1)
-    if not distributed.is_writer():
-        _make_writable(folder, checkpoint_bytes)
+    if not distributed.is_writer() and not files.is_remote(folder):
+        _make_writable(folder, checkpoint_bytes, binding=binding)
     distributed.barrier("probe seen")
     if distributed.is_writer():
         probe.unlink()
@@ -64,9 +66,11 @@ def _leave_probe(folder: str) -> str:
     return name
 
 
-def _make_writable(model_dir: str, checkpoint_bytes: int, dry_run: bool = False) -> None:
+def _make_writable(model_dir: str, checkpoint_bytes: int, dry_run: bool = False, binding: str = "MODEL_DIR") -> None:
+    buckets.check(model_dir, binding)
     if files.is_remote(model_dir):
-        epath.Path(model_dir).mkdir(parents=True, exist_ok=True)
+        if not dry_run:
+            epath.Path(model_dir).mkdir(parents=True, exist_ok=True)
         return
     existed = os.path.isdir(model_dir)
     try:
@@ -76,8 +80,8 @@ def _make_writable(model_dir: str, checkpoint_bytes: int, dry_run: bool = False)
             probe.flush()
     except OSError as e:
         raise ConfigError(
-            f"MODEL_DIR = {model_dir!r} cannot be written: {e.strerror or e}. Choose a folder that can, with "
-            "--gin.MODEL_DIR=..., or free some space."
+            f"{binding} = {model_dir!r} cannot be written: {e.strerror or e}. Choose a folder that can, with "
+            f"--gin.{binding}=..., or free some space."
         ) from e
     free = shutil.disk_usage(model_dir).free
     if dry_run and not existed:
@@ -85,8 +89,8 @@ def _make_writable(model_dir: str, checkpoint_bytes: int, dry_run: bool = False)
     # The next checkpoint is written before an old one is removed.
     if free < checkpoint_bytes:
         raise ConfigError(
-            f"MODEL_DIR = {model_dir!r} has {free / 1e6:,.1f} MB free, but one checkpoint of this run takes about "
-            f"{checkpoint_bytes / 1e6:,.1f} MB. Free some space or choose another folder with --gin.MODEL_DIR=..."
+            f"{binding} = {model_dir!r} has {free / 1e6:,.1f} MB free, but one checkpoint of this run takes about "
+            f"{checkpoint_bytes / 1e6:,.1f} MB. Free some space or choose another folder with --gin.{binding}=..."
         )
 
 

@@ -1,0 +1,192 @@
+"""Folders in Cloud Storage (gs://...): whether this process can use one, found out before anything is compiled.
+
+TensorFlow, TensorStore and Orbax each speak to Cloud Storage by themselves, and each fails in its own way, some after
+minutes. Here it is asked once, by its client library, with time-outs of seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from perex_t5x import extras, files
+from perex_t5x.errors import ConfigError, UnreachableError
+
+SECONDS = 20.0  # for one request; all of its retries together have three times that
+# By cloud.google.com/storage/docs/access-control/iam-roles: objectAdmin does not hold storage.buckets.get, which both
+# TensorFlow (to make a folder) and Orbax (to learn the kind of the bucket) ask for.
+_OBJECT_ROLE, _BUCKET_ROLE = "roles/storage.objectAdmin", "roles/storage.legacyBucketReader"
+_ROLES = {
+    "storage.objects.create": _OBJECT_ROLE,
+    "storage.objects.get": _OBJECT_ROLE,
+    "storage.objects.list": _OBJECT_ROLE,
+    "storage.objects.delete": _OBJECT_ROLE,
+    "storage.buckets.get": _BUCKET_ROLE,
+}
+_READ_ROLES = {
+    "storage.objects.get": "roles/storage.objectViewer",
+    "storage.objects.list": "roles/storage.objectViewer",
+    "storage.buckets.get": _BUCKET_ROLE,
+}
+_WELL_KNOWN = "application_default_credentials.json"
+
+
+def split(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """Bucket and name.
+
+    >>> split("gs://bucket/a/b/")
+    ('bucket', 'a/b')
+    """
+    bucket, _, name = os.fspath(path).removeprefix("gs://").partition("/")
+    return bucket, name.strip("/")
+
+
+def check(path: str, setting: str, *, writes: bool = True) -> None:
+    """Raises `ConfigError` if a folder in Cloud Storage cannot be used, and `UnreachableError` if that cannot be found out.
+
+    Nothing is left behind. Paths elsewhere are not looked at.
+
+    Args:
+      path: the folder; it need not exist.
+      setting: what a user wrote to name it, such as "MODEL_DIR"; for the message.
+      writes: whether it will be written, too; then an object is really made there, and removed.
+    """
+    files.check_path(path, setting)
+    if not os.fspath(path).startswith("gs://"):
+        return
+    setting = f"{setting} = {os.fspath(path)!r}"
+    extras.require("gcs", setting)
+    bucket_name, folder = split(path)
+    with _explained(setting, bucket_name):
+        bucket = client().bucket(bucket_name)
+        options = {"timeout": SECONDS, "retry": _retry()}
+        roles = _ROLES if writes else _READ_ROLES
+        granted = bucket.test_iam_permissions(list(roles), **options)
+        missing = {permission: role for permission, role in roles.items() if permission not in granted}
+        if "storage.buckets.get" not in granted:  # of a bucket: no folder's policy can grant it
+            raise _denied(setting, bucket_name, missing)
+        bucket.reload(**options)
+        _check_kind(setting, bucket)
+        try:
+            if writes:
+                _try(bucket, folder, options)
+            else:
+                next(iter(bucket.list_blobs(prefix=f"{folder}/" if folder else None, max_results=1, **options)), None)
+        except _forbidden() as e:
+            named = {permission: role for permission, role in roles.items() if permission in str(e)}
+            raise _denied(setting, bucket_name, missing or named or roles, _first_line(e)) from e
+
+
+def _try(bucket: Any, folder: str, options: dict[str, Any]) -> None:
+    """Makes an object, reads it, sees it in the list, and removes it."""
+    name = f"{folder}/.access_{uuid.uuid4().hex}".lstrip("/")
+    blob = bucket.blob(name)
+    blob.upload_from_string(b"", if_generation_match=0, **options)
+    blob.download_as_bytes(**options)
+    list(bucket.list_blobs(prefix=name, **options))
+    blob.delete(**options)
+
+
+def _check_kind(setting: str, bucket: Any) -> None:
+    if bucket.hierarchical_namespace_enabled and not extras.is_installed("google.cloud.storage_control_v2"):
+        raise extras.MissingExtraError(
+            f"{setting}: gs://{bucket.name} has a hierarchical namespace, where old checkpoints are removed with a further "
+            "client: pip install 'perex_t5x[gcs_hns]' (missing: google-cloud-storage-control), or use a bucket without one."
+        )
+
+
+@functools.cache
+def client() -> Any:
+    """The client of Cloud Storage; raises `ConfigError` where there are no credentials."""
+    from google.cloud import storage
+
+    if not os.environ.get("STORAGE_EMULATOR_HOST") and not _has_credentials():
+        raise ConfigError(
+            "gs:// needs credentials, and there are none: no GOOGLE_APPLICATION_CREDENTIALS, no `gcloud auth "
+            "application-default login`, and this is not a machine of Google Cloud. Run that command once."
+        )
+    return storage.Client()
+
+
+def _has_credentials() -> bool:
+    """Whether there may be some. The libraries' own search waits for a metadata server, on a laptop for minutes."""
+    folder = os.environ.get("CLOUDSDK_CONFIG") or Path.home() / ".config" / "gcloud"
+    if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or (Path(folder) / _WELL_KNOWN).exists():
+        return True
+    with contextlib.suppress(OSError):
+        if Path("/sys/class/dmi/id/product_name").read_text().startswith("Google"):
+            return True
+    host = os.environ.get("GCE_METADATA_HOST") or "169.254.169.254"
+    request = urllib.request.Request(f"http://{host}/", headers={"Metadata-Flavor": "Google"})
+    with contextlib.suppress(OSError):
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=2) as answer:
+            return answer.headers.get("Metadata-Flavor") == "Google"
+    return False
+
+
+def _retry() -> Any:
+    from google.cloud.storage import retry
+
+    return retry.DEFAULT_RETRY.with_timeout(3 * SECONDS)
+
+
+def _forbidden() -> Any:
+    from google.api_core import exceptions
+
+    return exceptions.Forbidden
+
+
+@contextlib.contextmanager
+def _explained(setting: str, bucket: str) -> Iterator[None]:
+    """Errors of the client library, as ours: what to do about it, or that the same may work later."""
+    from google.api_core import exceptions
+    from google.auth import exceptions as auth
+
+    login = "Run `gcloud auth application-default login`, or attach a service account with the scope cloud-platform."
+    try:
+        yield
+    except exceptions.NotFound as e:
+        raise ConfigError(
+            f"{setting}: there is no bucket gs://{bucket}. Make it near the machines: gcloud storage buckets create "
+            f"gs://{bucket} --location=REGION --uniform-bucket-level-access"
+        ) from e
+    except (exceptions.Unauthorized, auth.RefreshError, auth.DefaultCredentialsError) as e:
+        raise ConfigError(f"{setting}: the credentials are not accepted: {_first_line(e)}. {login}") from e
+    except exceptions.Forbidden as e:
+        raise ConfigError(f"{setting}: Cloud Storage refuses: {_first_line(e)}") from e
+    except exceptions.ClientError as e:
+        if isinstance(e, exceptions.TooManyRequests):
+            raise _unreachable(setting, e) from e
+        raise ConfigError(f"{setting}: Cloud Storage refuses: {_first_line(e)}") from e
+    except (exceptions.GoogleAPIError, auth.TransportError, OSError) as e:  # requests' errors are OSErrors
+        raise _unreachable(setting, e) from e
+
+
+def _unreachable(setting: str, error: Exception) -> UnreachableError:
+    return UnreachableError(
+        f"{setting}: Cloud Storage did not answer within {3 * SECONDS:.0f} s: {_first_line(error)}. Nothing was begun; the "
+        "same command may work later. Is there a way to storage.googleapis.com (network, proxy, Private Google Access)?"
+    )
+
+
+def _denied(setting: str, bucket: str, missing: Mapping[str, str], reason: str = "") -> ConfigError:
+    account = getattr(getattr(client(), "_credentials", None), "service_account_email", "") or ""
+    member = f"serviceAccount:{account if '@' in account else 'SERVICE_ACCOUNT_OF_THE_HOSTS'}"
+    grants = "".join(
+        f"\n  gcloud storage buckets add-iam-policy-binding gs://{bucket} --member={member} --role={role}"
+        for role in dict.fromkeys(missing.values())
+    )
+    return ConfigError(
+        f"{setting}: this process lacks {', '.join(missing)} on gs://{bucket}{f' ({reason})' if reason else ''}. Grant it "
+        f"(to a person with --member=user:EMAIL):{grants}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
