@@ -1,7 +1,8 @@
 """What is copied to other machines, in one folder: a wheel of the committed files, constraints.txt, jobs.json, Gin files.
 
 bundle/perex_t5x-0.1.0-py3-none-any.whl
-bundle/constraints.txt       exact versions
+bundle/constraints.txt       exact versions, for --with_package
+bundle/requirements_*.txt    exact versions and hashes of what hosts install: see `PIP_STEPS`
 bundle/jobs.json             see `launching.spec`
 bundle/gin_files/...         Gin files that are not shipped
 bundle/packages/...          wheels of --with_package
@@ -22,8 +23,18 @@ from perex_t5x.errors import ConfigError
 from perex_t5x.launching.shell import CommandError, Commands
 from perex_t5x.launching.spec import GIN_FOLDER, Work
 
-_PARTS = ("perex_t5x", "gin", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
+# Generated, see CONTRIBUTING.md. The first is what builds the packages that have no wheel. They are built in the environment
+# itself: pip installs the separate one that it would make for them without hashes.
+REQUIREMENTS = ("launch/requirements_build.txt", "launch/requirements_tpu.txt")
+_PARTS = ("perex_t5x", "gin", "pyproject.toml", "constraints.txt", *REQUIREMENTS, "README.md", "LICENSE")
+_CODE = _PARTS[:-2]
 WHEEL = f"perex_t5x-{perex_t5x.__version__}-py3-none-any.whl"
+# Arguments of `pip install`, one step after another, in the bundle's folder; then packages/*.whl under constraints.txt.
+PIP_STEPS = (
+    ("--require-hashes", "--only-binary=:all:", "--requirement=requirements_build.txt"),
+    ("--require-hashes", "--no-build-isolation", "--requirement=requirements_tpu.txt"),
+    ("--no-deps", f"./{WHEEL}"),
+)
 _MOST_FILES = 10
 
 
@@ -59,7 +70,7 @@ def checkout(allow_uncommitted: bool = False, root: str | None = None) -> Checko
     git = Commands()
     try:
         commit = git.read(["git", "-C", root, "rev-parse", "--short=12", "HEAD"])
-        lines = git.run(["git", "-C", root, "status", "--porcelain", "--untracked-files=all", "--", *_PARTS[:4]])
+        lines = git.run(["git", "-C", root, "status", "--porcelain", "--untracked-files=all", "--", *_CODE])
     except CommandError as e:
         raise ConfigError(f"git cannot read the checkout {root}:\n{e.completed.said}") from e
     changed = lines.stdout.splitlines()
@@ -135,7 +146,7 @@ def build(
     _wheel(source, bundle, commands)
     for package in with_package:
         _wheel(os.path.abspath(package), os.path.join(bundle, "packages"), commands)
-    commands.run(["cp", os.path.join(source, "constraints.txt"), bundle])
+    commands.run(["cp", *(os.path.join(source, name) for name in ("constraints.txt", *REQUIREMENTS)), bundle])
     commands.write(os.path.join(bundle, "commit.txt"), files.commit)
     write_jobs(work, bundle, commands)
     if not archive:

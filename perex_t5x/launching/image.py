@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,7 +95,7 @@ def context(
     allow_uncommitted: bool = False,
     gin_files: Mapping[str, str] | None = None,
 ) -> str:
-    """The folder that Docker builds from: the Dockerfile, a wheel of the committed files, its requirements.
+    """The folder that Docker builds from: the Dockerfile, a wheel of the committed files, what it requires.
 
     Raises:
       ConfigError: the Dockerfile has uncommitted changes.
@@ -106,30 +105,9 @@ def context(
         os.makedirs(target, exist_ok=True)
     work = Work("image", "", (), gin_files=gin_files or {})
     folder = bundle.build(work, target, files, commands, with_package, archive=False)
-    texts["requirements.txt"] = requirements(_text(files, "pyproject.toml", allow_uncommitted))
     for name, text in texts.items():
         commands.write(os.path.join(folder, name), text)
     return folder
-
-
-def requirements(pyproject: str) -> str:
-    """The wheel's dependencies on a TPU as a requirements file: an image layer that rarely changes.
-
-    >>> extras = '[project.optional-dependencies]\\ntrain = ["c"]\\ntpu = ["perex_t5x[train]", "d"]'
-    >>> requirements('[project]\\ndependencies = ["b>=1"]\\n' + extras)
-    'b>=1\\nc\\nd\\n'
-    """
-    project = tomllib.loads(pyproject)["project"]
-
-    def of_extra(name: str) -> list[str]:
-        lines = []
-        for line in project["optional-dependencies"][name]:
-            # The package itself is not on an index; the layer that follows installs it.
-            own = re.fullmatch(r"perex[-_]t5x\[(\w+)\]", line)
-            lines += of_extra(own[1]) if own else [line]
-        return lines
-
-    return "".join(f"{line}\n" for line in [*project["dependencies"], *of_extra("tpu")])
 
 
 def build(

@@ -30,7 +30,8 @@ def project(tmp_path):
     (root / "gin").mkdir()
     (root / "perex_t5x" / "__init__.py").write_text("x = 'committed'\n")
     (root / "gin" / "a.gin").write_text("A = 1\n")
-    for name in ("constraints.txt", "README.md", "LICENSE", "pyproject.toml"):
+    (root / "launch").mkdir()
+    for name in ("constraints.txt", "README.md", "LICENSE", "pyproject.toml", *bundle.REQUIREMENTS):
         (root / name).write_text("")
     git(root, "init", "-q")
     git(root, "add", "-A")
@@ -67,7 +68,13 @@ def test_what_is_packed(project, tmp_path, monkeypatch, allowed):
     )
     assert (tmp_path / "target/source/perex_t5x/ä b'.json").exists() == allowed
     with tarfile.open(packed) as tar:
-        assert {"./jobs.json", "./constraints.txt", "./commit.txt", "./gin_files/my/own.gin"} <= set(tar.getnames())
+        assert {
+            "./jobs.json",
+            "./constraints.txt",
+            "./requirements_tpu.txt",
+            "./commit.txt",
+            "./gin_files/my/own.gin",
+        } <= set(tar.getnames())
     found = Work.from_json((tmp_path / "target/bundle/jobs.json").read_text())
     assert found.jobs == work.jobs
 

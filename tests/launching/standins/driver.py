@@ -18,8 +18,9 @@ from perex_t5x.launching.spec import Job, Work
 
 def copy_source(files, target, source, commands):
     if not commands.dry_run:
-        with open(f"{source}/constraints.txt", "w") as f:
-            f.write("")
+        os.makedirs(f"{source}/launch")
+        for name in ("constraints.txt", *bundle.REQUIREMENTS):
+            open(f"{source}/{name}", "w").close()
 
 
 def main():
