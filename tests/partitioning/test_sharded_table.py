@@ -157,7 +157,7 @@ NETWORKS = {
     "own network": Row("fsdp 8", kind="own"),
     "own network on three axes": Row(THREE_AXES, kind="own"),
 }
-SLOW = {"encoder-decoder, tied", "unrolled without remat", "minimal remat", "grouped heads"}
+SLOW = {"encoder-decoder, tied", "tied", "unrolled", "unrolled without remat", "minimal remat", "grouped heads"}
 
 
 @pytest.mark.parametrize("name", [slow(n) if n in SLOW else n for n in NETWORKS])

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -108,9 +109,24 @@ def make_loss(names):
     return loss
 
 
-@settings(max_examples=35, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-@given(names=st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4))
+CHECKS = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+CHAINS = st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4)
+
+
+@settings(max_examples=20, **CHECKS)
+@given(names=CHAINS)
 def test_random_graphs(names):
+    check(names)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, **CHECKS)
+@given(names=CHAINS)
+def test_more_random_graphs(names):
+    check(names)
+
+
+def check(names):
     loss = make_loss(names)
     stats, aux = jax.jit(per_example.grad_statistics(loss, SOME, norms=True))(PARAMS, BATCH)
     gradients = single_gradients(loss, PARAMS, BATCH)
