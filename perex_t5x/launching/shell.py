@@ -110,6 +110,8 @@ class Commands:
     wait: float = field(default_factory=lambda: float(os.environ.get("PEREX_T5X_RETRY_SECONDS", "5")))
     record: list[tuple[str, ...]] = field(default_factory=list)
     sleep: Callable[[float], None] = time.sleep
+    _running: set[subprocess.Popen] = field(default_factory=set, init=False)
+    _stopped: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.dry_run:
@@ -147,9 +149,9 @@ class Commands:
             return Completed(argv, 0, dry, "")
         check_installed(argv[0])
         for attempt in range(retries + 1):
-            done = _run(argv, timeout, input, cwd)
+            done = self._run(argv, timeout, input, cwd)
             again = not retry_on or any(re.search(p, done.stdout + done.stderr) for p in retry_on)
-            if done.returncode == 0 or attempt == retries or not again:
+            if done.returncode == 0 or attempt == retries or not again or self._stopped:
                 break
             pause = self.wait * 2**attempt
             last = done.said.strip().splitlines()[-1].strip()
@@ -158,6 +160,39 @@ class Commands:
         if check and done.returncode != 0:
             raise CommandError(done)
         return done
+
+    def stop(self) -> None:
+        """Ends what other threads are running through this object; nothing is retried, and each gets its failure."""
+        self._stopped = True
+        for process in list(self._running):
+            end(process, close=False)
+
+    def _run(self, argv: tuple[str, ...], timeout: float | None, input: str | None, cwd: str | None) -> Completed:
+        """In its own session: Ctrl-C reaches this program alone, which then terminates the command and cleans up."""
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            cwd=cwd,
+        )
+        self._running.add(process)
+        if self._stopped:  # in between
+            end(process, close=False)
+        try:
+            out, err = process.communicate(input, timeout)
+        except subprocess.TimeoutExpired:
+            end(process)
+            return Completed(argv, 124, "", f"terminated after {timeout:g} s without an answer")
+        except BaseException:
+            end(process)
+            raise
+        finally:
+            self._running.discard(process)
+        return Completed(argv, process.returncode, out, err)
 
     def write(self, path: str, text: str) -> None:
         """Writes a file; in a dry run prints the command that would."""
@@ -180,29 +215,6 @@ def check_installed(program: str) -> None:
     if shutil.which(program) is None:
         how = _INSTALL.get(os.path.basename(program), "install it, or put its folder on the PATH")
         raise ConfigError(f"{program} is not installed, or not on the PATH: {how}.")
-
-
-def _run(argv: tuple[str, ...], timeout: float | None, input: str | None, cwd: str | None) -> Completed:
-    """In its own session: Ctrl-C reaches this program alone, which then terminates the command and cleans up."""
-    process = subprocess.Popen(
-        argv,
-        stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        cwd=cwd,
-    )
-    try:
-        out, err = process.communicate(input, timeout)
-    except subprocess.TimeoutExpired:
-        end(process)
-        return Completed(argv, 124, "", f"terminated after {timeout:g} s without an answer")
-    except BaseException:
-        end(process)
-        raise
-    return Completed(argv, process.returncode, out, err)
 
 
 def end(process: subprocess.Popen, grace: float = 5.0, close: bool = True) -> None:

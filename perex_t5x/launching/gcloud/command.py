@@ -89,6 +89,7 @@ def _check(request: Request, todo: Steps) -> bundle.Checkout:
     checks.bucket(request, commands)
     checks.zone_has(request, commands)
     checks.quota(request, commands)
+    todo.check_secrets(request.secrets)
     checks.check_gin(request, commands)
     cost = checks.preflight(request, commands)
     say(checks.summary(request, cost, files.commit, f"{request.project}, {request.zone}"))
@@ -96,42 +97,41 @@ def _check(request: Request, todo: Steps) -> bundle.Checkout:
 
 
 def _launch(request: Request, todo: Steps, options: Options) -> int:
-    url = steps.bundle_url(request.work.root, request.name)
     if (existing := session.find_existing(request, todo)) != GONE:
-        return _join(request, todo, options, url, existing.state)
+        return _join(request, todo, options, existing.state)
     files = _check(request, todo)
     checks.confirm("", request)
     # The checks take minutes, in which another launch of this name may have started: its hosts download its bundle.
     if todo.describe() != GONE and (existing := session.find_existing(request, todo)) != GONE:
-        return _join(request, todo, options, url, existing.state)
-    run = Session(todo, request, options, url, files.commit)
+        return _join(request, todo, options, existing.state)
+    run = Session(todo, request, options, files.commit)
     try:
         with Leftovers(todo.commands, request.keep) as leftovers:
-            todo.upload(request, files)
+            run.bundle = todo.upload(request, files)
             run.make(leftovers)
     except steps.ExistsError:
         existing = session.find_existing(request, todo)
         if existing == GONE:
             raise
-        return _join(request, todo, options, url, existing.state)
+        return _join(request, todo, options, existing.state)
     return run.run()
 
 
-def _join(request: Request, todo: Steps, options: Options, url: str, state: str) -> int:
+def _join(request: Request, todo: Steps, options: Options, state: str) -> int:
     """Takes over a launch that another process has started: follows and restarts it as if this one had started it."""
-    run = Session(todo, request, options, url, "joined")
+    run = Session(todo, request, options, "joined")
     with _named(todo), Leftovers(todo.commands):  # SIGTERM acts as Ctrl-C
         if state != "ACTIVE":
             todo.wait(options.wait_hours)
         hosts = todo.status()
-        unstarted = any(host.state in (remote.ABSENT, remote.UNSTARTED) for host in hosts)
-        if unstarted and not todo.uploaded(url):
-            todo.upload(request, bundle.checkout(request.allow_uncommitted))  # `create` alone uploads nothing
+        run.bundle = todo.uploaded(steps.bundle_url(request.work.root, request.name))
+        if run.bundle is None:  # `create` alone uploads nothing
+            run.bundle = todo.upload(request, bundle.checkout(request.allow_uncommitted))
     if any(_has_stopped(host) for host in hosts):
         say("the program there has stopped: it is restarted, with the current package")
         with Leftovers(todo.commands, request.keep) as leftovers:
             leftovers.add(todo.target.what, todo.target.delete())
-            todo.upload(request, bundle.checkout(request.allow_uncommitted))
+            run.bundle = todo.upload(request, bundle.checkout(request.allow_uncommitted))
             todo.stop()
             run.prepare()
             leftovers.keep(todo.target.what)

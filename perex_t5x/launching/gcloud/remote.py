@@ -13,12 +13,19 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from perex_t5x.errors import ConfigError
 from perex_t5x.launching import bundle
 
 _PYTHONS = "python3.13 python3.12 python3.11"
+# Brings a released Python where a host has none: its wheel from the package index, Python itself from GitHub's releases of
+# python-build-standalone, whose checksums uv knows.
+_UV = "uv==0.13.8 --hash=sha256:e18a57b8b352eb7c8feb317b9f6f533c8f0ad9673fd6cf34bbe3cf1a9f6a8984"  # x86-64
+_PYTHON = "3.11.18"
 ABSENT, UNSTARTED, RUNNING, ENDED, LOST = "absent", "unstarted", "running", "ended", "lost"
 _KEY = "perex_host"
 
@@ -63,6 +70,7 @@ class HostStatus:
 
 
 _SUM = "sum=$(sha256sum bundle.tar.gz | cut -d' ' -f1)"
+_HAS_SUM = '[ "$(sha256sum bundle.tar.gz 2>/dev/null | cut -c 1-64)" = {} ]'
 # The worker, or the shell around it, which writes its exit code.
 _IS_RUNNING = '[ -e starter.pid ] && kill -0 "$(cat starter.pid)" 2>/dev/null && [ ! -e exit_status ]'
 _INSTALLED = '[ "$(cat installed 2>/dev/null || true)" = "$sum" ]'  # and not what was copied before
@@ -80,28 +88,52 @@ def _before(step: str) -> str:
     return f"{{ echo 'this comes after: launch/gcloud_tpu.py {step}' >&2; exit 1; }}"
 
 
-def copy(name: str, url: str) -> str:
-    """Fetches the bundle from the bucket: 64 hosts read it at once, where one sender would serve them in turn."""
+def copy(name: str, url: str, sha256: str) -> str:
+    """Fetches the bundle from the bucket: 64 hosts read it at once, where one sender would serve them in turn. What has
+    another checksum than the launcher's is not unpacked."""
+    wrong = f"{url} has the sha256 $sum and not {sha256}: it was changed after the launch; launch again"
     return _script(
         "set -eu",
         f"mkdir -p {_folder(name)}",
         f"cd {_folder(name)}",
+        f"if {_HAS_SUM.format(sha256)}; then exit 0; fi",
         f"gcloud storage cp {shlex.quote(url)} bundle.tar.gz.new",
+        "sum=$(sha256sum bundle.tar.gz.new | cut -d' ' -f1)",
+        f'if [ "$sum" != {sha256} ]; then rm -f bundle.tar.gz.new; echo "{wrong}" >&2; exit 1; fi',
         "rm -rf gin_files packages ./*.whl",
+        "tar -xzf bundle.tar.gz.new",
         "mv bundle.tar.gz.new bundle.tar.gz",
-        "tar -xzf bundle.tar.gz",
     )
 
 
 def install(name: str, python: str | None = None) -> str:
-    """Makes the virtual environment. The images of TPU VMs have Python 3.10; 3.11 comes from Ubuntu's own archive."""
+    """Makes the virtual environment.
+
+    With the first released Python of 3.11 or newer: on the host, by uv, from the deadsnakes archive. The images of TPU VMs
+    have 3.10, and Ubuntu 22.04's own 3.11 is a release candidate that crashes.
+    """
+    released = "import sys; v = sys.version_info; sys.exit(v < (3, 11) or v.releaselevel != 'final')"
+    # released PYTHON: sets py if it is one.
+    check = f'released() {{ p=$(command -v "${{1:-}}") && "$p" -c "{released}" 2>/dev/null && py=$p; }}'
     apt = "sudo DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600 -yq"
-    find = f"for p in {shlex.quote(python) if python else _PYTHONS}; do command -v $p && break; done"
     if python:
-        missing = f"echo {shlex.quote(f'there is no {python} on this host')} >&2; exit 1"
+        wrong = f"--remote_python={python} is missing on this host, older than 3.11, or not a release"
+        find = f"released {shlex.quote(python)} || {{ echo {shlex.quote(wrong)} >&2; exit 1; }}"
     else:
-        missing = f"{apt} update || true; {apt} install python3.11 python3.11-venv; py=$(command -v python3.11)"
-    wheel = shlex.quote(f"./{bundle.WHEEL}[tpu]")
+        wrong = (
+            "no released Python of 3.11 or newer: this host has none, uv (package index, github.com) and the deadsnakes "
+            "archive (ppa.launchpadcontent.net) cannot be reached. Give --remote_python, or the network a NAT"
+        )
+        find = _script(
+            f"for p in {_PYTHONS}; do if released $p; then break; fi; done",
+            f'[ -n "$py" ] || {{ {_uv()}; }} || echo "uv brought no Python" >&2',
+            f'[ -n "$py" ] || {{ sudo add-apt-repository -y ppa:deadsnakes/ppa && {apt} install python3.11 python3.11-venv '
+            "&& released python3.11; } || true",
+            f'[ -n "$py" ] || {{ echo {shlex.quote(wrong)} >&2; exit 1; }}',
+        )
+    pip = "venv/bin/python -m pip install --quiet"
+    *exact, own = (shlex.join(step) for step in bundle.PIP_STEPS)
+    again = "--force-reinstall"  # the same version, maybe from another commit
     return _script(
         "set -eu",
         f"cd {_folder(name)} 2>/dev/null || {_before('copy')}",
@@ -110,22 +142,84 @@ def install(name: str, python: str | None = None) -> str:
         "flock 9",
         _SUM,
         f"if {_INSTALLED}; then exit 0; fi",
-        f"py=$({find}) || true",
-        f'if [ -z "$py" ]; then {missing}; fi',
+        "py=",
+        check,
+        find,
         # One that was interrupted has a Python and no pip.
         'venv/bin/python -m pip --version > /dev/null 2>&1 || { rm -rf venv; "$py" -m venv venv; }',
+        *(f"{pip} {step}" for step in exact),
+        f"{pip} {again} {own}",
         "more=$(ls packages/*.whl 2>/dev/null || true)",
-        f"venv/bin/python -m pip install --quiet --constraint=constraints.txt {wheel} $more",
-        # The same version, maybe from another commit.
-        f"venv/bin/python -m pip install --quiet --force-reinstall --no-deps ./{bundle.WHEEL} $more",
+        f'if [ -n "$more" ]; then {pip} --constraint=constraints.txt $more; {pip} {again} --no-deps $more; fi',
         'echo "$sum" > installed',
     )
 
 
-def start(name: str) -> str:
+def _uv() -> str:
+    """Joined by &&: it is one condition. The images' python3 (3.10) has pip."""
+    get = "python3 -m pip install --quiet --no-deps --upgrade --target=uv --require-hashes -r uv.txt"
+    bring = f'uv/bin/uv python install --no-bin --install-dir="$HOME"/perex/python {_PYTHON}'
+    where = f'"$HOME"/perex/python/cpython-{_PYTHON}-*/bin/python3.11'
+    return f"echo {shlex.quote(_UV)} > uv.txt && {get} && {bring} && released $(ls {where} | tail -n 1)"
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A secret of Secret Manager.
+
+    >>> Secret.parse("HF_TOKEN", "hf-token:3", "p")
+    Secret(variable='HF_TOKEN', secret='hf-token', version='3', project='p')
+    >>> Secret.parse("A", "projects/q/secrets/a/versions/latest", "p").project
+    'q'
+    """
+
+    variable: str
+    secret: str
+    version: str
+    project: str
+
+    @classmethod
+    def parse(cls, variable: str, reference: str, project: str) -> Secret:
+        match = re.fullmatch(r"projects/([\w:.-]+)/secrets/([\w-]+)/versions/(\w+)", reference, re.ASCII)
+        if match:
+            return cls(variable, match[2], match[3], match[1])
+        if match := re.fullmatch(r"([\w-]+)(?::(\w+))?", reference, re.ASCII):
+            return cls(variable, match[1], match[2] or "latest", project)
+        raise ConfigError(
+            f"--secret {variable}={reference}: on TPU VMs a secret of Secret Manager: SECRET, SECRET:VERSION or "
+            "projects/PROJECT/secrets/SECRET/versions/VERSION."
+        )
+
+    def command(self, verb: str) -> list[str]:
+        where = [f"--secret={self.secret}", f"--project={self.project}"]
+        return ["gcloud", "secrets", "versions", verb, self.version, *where]
+
+
+def parse_secrets(secrets: Mapping[str, str], project: str) -> list[Secret]:
+    return [Secret.parse(variable, reference, project) for variable, reference in secrets.items()]
+
+
+# secret VARIABLE COMMAND...: its value goes into the environment of this shell and of what it starts, and nowhere else. A
+# refusal (status 2) would only repeat itself, anything else (1) may not.
+_SECRET = (
+    'secret() { v=$1; shift; for i in 1 2 3; do if value=$("$@" 2> secret.err); then '
+    'export "$v=$value"; value=; return; fi; '
+    "if grep -qE 'PERMISSION_DENIED|NOT_FOUND|FAILED_PRECONDITION' secret.err; then break; fi; sleep $i; done; "
+    'echo "ERROR: --secret $v cannot be read on this host, whose service account needs '
+    'roles/secretmanager.secretAccessor:"; cat secret.err; '
+    "if grep -qE 'PERMISSION_DENIED|NOT_FOUND|FAILED_PRECONDITION' secret.err; then exit 2; fi; exit 1; }"
+)
+
+
+def worker(secrets: Sequence[Secret] = ()) -> str:
+    """Runs the worker in the launch's folder, and keeps its exit code. Only names of secrets are in this script."""
+    fetch = [_SECRET, *(f"secret {s.variable} {shlex.join(s.command('access'))}" for s in secrets)] if secrets else []
+    run = _script(*fetch, "exec venv/bin/python -m perex_t5x.launching.worker --jobs=jobs.json")
+    return _script(f"( {run} )", "echo $? > exit_status.new", "mv exit_status.new exit_status")
+
+
+def start(name: str, secrets: Sequence[Secret] = ()) -> str:
     """Starts the worker so that it outlives the connection; where one is running, nothing happens."""
-    run = "venv/bin/python -m perex_t5x.launching.worker --jobs=jobs.json; echo $? > exit_status.new; "
-    run += "mv exit_status.new exit_status"
     return _script(
         "set -eu",
         f"cd {_folder(name)} 2>/dev/null || {_before('copy')}",
@@ -137,7 +231,7 @@ def start(name: str) -> str:
         "rm -f exit_status",
         "touch worker.log",
         # No `;` after `&`: the pieces are joined by it.
-        f"{{ setsid nohup bash -c {shlex.quote(run)} >> worker.log 2>&1 < /dev/null 9>&- & }}",
+        f"{{ setsid nohup bash -c {shlex.quote(worker(secrets))} >> worker.log 2>&1 < /dev/null 9>&- & }}",
         "echo $! > starter.pid",
         "echo started",
     )

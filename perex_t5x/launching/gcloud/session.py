@@ -11,7 +11,7 @@ from perex_t5x.launching import collect
 from perex_t5x.launching.gcloud import logs, resource
 from perex_t5x.launching.gcloud.logs import Ended, Follower
 from perex_t5x.launching.gcloud.resource import GONE, Description
-from perex_t5x.launching.gcloud.steps import ExistsError, Steps
+from perex_t5x.launching.gcloud.steps import Bundle, ExistsError, Steps
 from perex_t5x.launching.request import Request
 from perex_t5x.launching.shell import Leftovers, say, with_notes
 from perex_t5x.launching.spec import FINAL_REASONS
@@ -34,15 +34,15 @@ class Options:
 class Session:
     """
     Attributes:
-      url: of the bundle in the bucket.
       commit: for the labels of new slices.
+      bundle: what the hosts download.
     """
 
     steps: Steps
     request: Request
     options: Options
-    url: str
     commit: str
+    bundle: Bundle | None = None
     _seen: set[str] = field(default_factory=set)
     _restarts: int = 0
     _follower: Follower = field(init=False)
@@ -53,9 +53,9 @@ class Session:
 
     def prepare(self) -> None:
         """Copies, installs and starts the program on existing slices."""
-        self.steps.copy(self.url)
+        self.steps.copy(self.bundle)
         self.steps.install(self.options.python)
-        self.steps.start()
+        self.steps.start(self.request.secrets)
 
     def make(self, leftovers: Leftovers) -> None:
         """Creates the slices and starts the program on them. Until it runs, any failure deletes them.
@@ -171,7 +171,7 @@ class Session:
                 self.prepare()
             else:
                 self.steps.stop()  # what still runs on other hosts
-                self.steps.start()
+                self.steps.start(self.request.secrets)
             leftovers.keep(self.steps.target.what)
         self._named = False
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
+import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.launching import bundle, shell
@@ -17,6 +21,7 @@ from perex_t5x.launching.request import Request
 from perex_t5x.launching.shell import Commands, Completed, say
 
 _SSH_RETRIES = _CREATE_RETRIES = 3
+_AT_ONCE = 16  # slices; each is one gcloud, which connects to all its hosts
 _NODE_GONE = ("PREEMPTED", "TERMINATED", "STOPPING", "STOPPED", "DELETING")
 
 
@@ -26,6 +31,23 @@ class ExistsError(TrainingError):
 
 class UnreachableError(TrainingError):
     """The cloud did not answer, so what exists is not known."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle in the bucket. Its name has its content: a later launch does not change what hosts of this one download.
+
+    Attributes:
+      folder: of the launch in the bucket.
+      sha256: of the archive.
+    """
+
+    folder: str
+    sha256: str
+
+    @property
+    def url(self) -> str:
+        return f"{self.folder}/bundle-{self.sha256[:16]}.tar.gz"
 
 
 @dataclass
@@ -136,49 +158,89 @@ class Steps:
             else:
                 raise _unanswered(f"{node} cannot be described", done)
 
+    def check_secrets(self, secrets: Mapping[str, str]) -> None:
+        """Raises `ConfigError` for a --secret that does not exist, is disabled, or that this user may not see."""
+        for secret in remote.parse_secrets(secrets, self.target.project):
+            argv = [*secret.command("describe"), "--format=json"]
+            done = self.commands.run(argv, check=False, retries=2, retry_on=[shell.GCLOUD_TRANSIENT], dry="{}")
+            state = json.loads(done.stdout or "{}").get("state", "ENABLED") if done.returncode == 0 else None
+            if state == "ENABLED":
+                continue
+            which = f"version {secret.version} of the secret {secret.secret!r} in {secret.project}"
+            where = f"--secret {secret.variable}: {which}"
+            how = (
+                f"Create it: gcloud secrets create {secret.secret} --project={secret.project} --data-file=FILE. The hosts' "
+                "service account needs roles/secretmanager.secretAccessor on it, see docs/launch.md."
+            )
+            raise ConfigError(f"{where} is {state}." if state else f"{where} cannot be found:\n{done.said}\n{how}")
+
     # --- the hosts ----------------------------------------------------------------------------------------------------
 
     def on_all(self, script: str, doing: str) -> str:
-        """Runs a script on every host of every slice and returns their output; failing hosts are retried, then named."""
-        outputs = []
-        for node in self.target.nodes:
-            argv = self.target.ssh(node, script)
-            done = self.commands.run(argv, check=False, retries=_SSH_RETRIES)
-            outputs.append(done.stdout)
-            if done.returncode != 0:
-                failed = shell.failed_workers(done.stderr)
-                which = f"worker {', '.join(failed)} of {node}" if failed else f"a worker of {node}"
-                raise TrainingError(f"{doing} failed on {which}, {_SSH_RETRIES + 1} times:\n{done.said}")
-        return "".join(outputs)
+        """Runs a script on every host of every slice, on all slices at the same time, and returns their output, slice by
+        slice; failing hosts are retried, then named."""
+        # With the same record, and it can be stopped alone.
+        commands = self.commands if self.commands.dry_run else dataclasses.replace(self.commands)
 
-    def upload(self, request: Request, files: bundle.Checkout) -> str:
-        """Builds the bundle and uploads it to the bucket; returns its address."""
+        def on_node(node: str) -> str:
+            done = commands.run(self.target.ssh(node, script), check=False, retries=_SSH_RETRIES)
+            if done.returncode == 0:
+                return done.stdout
+            failed = shell.failed_workers(done.stderr)
+            which = f"worker {', '.join(failed)} of {node}" if failed else f"a worker of {node}"
+            raise TrainingError(f"{doing} failed on {which}, {_SSH_RETRIES + 1} times:\n{done.said}")
+
+        if self.commands.dry_run or self.target.slices == 1:
+            return "".join(on_node(node) for node in self.target.nodes)
+        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+            running = [pool.submit(on_node, node) for node in self.target.nodes]
+            try:
+                for first in concurrent.futures.as_completed(running):
+                    first.result()  # raises the first failure
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                commands.stop()
+                raise
+        return "".join(each.result() for each in running)
+
+    def upload(self, request: Request, files: bundle.Checkout) -> Bundle:
+        """Builds the bundle and uploads it to the bucket."""
         target = bundle.folder(request.name)
         url = bundle_url(request.work.root, request.name)
         with bundle.alone(target, self.commands.dry_run):
             packed = bundle.build(request.work, target, files, self.commands, request.with_package)
-            for source, name in ((packed, "bundle.tar.gz"), (f"{target}/bundle/jobs.json", "jobs.json")):
-                argv = ["gcloud", "storage", "cp", source, f"{url}/{name}", f"--project={self.target.project}"]
-                done = self.commands.run(argv, check=False, retries=3, retry_on=[shell.GCLOUD_TRANSIENT])
-                if done.returncode != 0:
-                    raise ConfigError(shell.refusal(f"{url} cannot be written", done.said))
-        return url
+            uploaded = Bundle(url, "SHA256" if self.commands.dry_run else _sha256(packed))
+            self.put(packed, uploaded.url)
+            self.put(f"{target}/bundle/jobs.json", f"{url}/jobs.json")
+            digest = os.path.join(target, "bundle.sha256")
+            self.commands.write(digest, uploaded.sha256)
+            self.put(digest, f"{url}/bundle.sha256")
+        return uploaded
 
-    def uploaded(self, url: str) -> bool:
-        """Whether the bundle is in the bucket."""
-        argv = ["gcloud", "storage", "ls", f"{url}/bundle.tar.gz", f"--project={self.target.project}"]
-        return self.commands.run(argv, check=False, retries=2, retry_on=[shell.GCLOUD_TRANSIENT]).returncode == 0
+    def put(self, source: str, url: str) -> None:
+        """Uploads a file."""
+        argv = ["gcloud", "storage", "cp", source, url, f"--project={self.target.project}"]
+        done = self.commands.run(argv, check=False, retries=3, retry_on=[shell.GCLOUD_TRANSIENT])
+        if done.returncode != 0:
+            raise ConfigError(shell.refusal(f"{url} cannot be written", done.said))
 
-    def copy(self, url: str) -> None:
+    def uploaded(self, folder: str) -> Bundle | None:
+        """The newest bundle of the launch in the bucket; None if there is none."""
+        argv = ["gcloud", "storage", "cat", f"{folder}/bundle.sha256", f"--project={self.target.project}"]
+        done = self.commands.run(argv, check=False, retries=2, retry_on=[shell.GCLOUD_TRANSIENT])
+        return Bundle(folder, done.stdout.strip()) if done.returncode == 0 else None
+
+    def copy(self, uploaded: Bundle) -> None:
         say("copying the package and the Gin files to all workers")
-        self.on_all(remote.copy(self.target.name, f"{url}/bundle.tar.gz"), "copying")
+        self.on_all(remote.copy(self.target.name, uploaded.url, uploaded.sha256), "copying")
 
     def install(self, python: str | None = None) -> None:
         say("installing on all workers; this takes minutes")
         self.on_all(remote.install(self.target.name, python), "installing")
 
-    def start(self) -> None:
-        self.on_all(remote.start(self.target.name), "starting")
+    def start(self, secrets: Mapping[str, str] | None = None) -> None:
+        found = remote.parse_secrets(secrets or {}, self.target.project)
+        self.on_all(remote.start(self.target.name, found), "starting")
         say("started on all workers")
 
     def stop(self) -> None:
@@ -193,6 +255,10 @@ class Steps:
 def _unanswered(begin: str, done: Completed) -> TrainingError:
     kind = UnreachableError if done.matches(shell.GCLOUD_TRANSIENT) else TrainingError
     return kind(shell.refusal(begin, done.said))
+
+
+def _sha256(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def bundle_url(root: str, name: str) -> str:

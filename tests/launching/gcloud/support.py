@@ -64,9 +64,16 @@ class Cloud:
     @property
     def commands(self):
         """All commands given to gcloud from this machine, in order; those of the hosts left out."""
-        path = self.folder / "record.jsonl"
-        found = [json.loads(line) for line in open(path)] if path.exists() else []
-        return [argv for argv in found if argv[-1] != "bundle.tar.gz.new"]
+        return self._recorded("record.jsonl")
+
+    @property
+    def host_commands(self):
+        """Those given to gcloud by hosts."""
+        return self._recorded("hosts.jsonl")
+
+    def _recorded(self, name):
+        path = self.folder / name
+        return [json.loads(line) for line in open(path)] if path.exists() else []
 
     @property
     def verbs(self):
@@ -97,7 +104,7 @@ class Cloud:
             time.sleep(0.05)
 
 
-VERBS = ("create", "describe", "delete", "list", "ssh", "cp", "ls", "rsync", "get-value")
+VERBS = ("create", "describe", "delete", "list", "ssh", "cp", "cat", "rm", "ls", "rsync", "get-value")
 
 
 def scenario(cloud, **values):

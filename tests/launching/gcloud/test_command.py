@@ -1,5 +1,6 @@
 """launch/gcloud_tpu.py against a stand-in for gcloud: the commands, their order, retries, and that nothing stays behind."""
 
+import hashlib
 import json
 import shlex
 import signal
@@ -52,18 +53,36 @@ def test_a_dry_run_prints_exactly_what_would_be_done(cloud):
     assert printed.status == 0, printed.err
     assert cloud.commands == [] and not (cloud.folder / "prepared").exists()
     assert cloud.launch().status == 0
-    given = [shlex.join(argv) for argv in cloud.commands]
+    digest = (cloud.root / ".launch/run/bundle.sha256").read_text()  # a dry run builds nothing
+    assert hashlib.sha256((cloud.folder / "prepared/run/bundle.tar.gz").read_bytes()).hexdigest() == digest
+    given = [shlex.join(argv).replace(digest, "SHA256").replace(digest[:16], "SHA256") for argv in cloud.commands]
     assert [line for line in printed.out.splitlines() if line.startswith("gcloud")] == given
     assert all(line.split()[0] in ("gcloud", "tar", "rm", "mkdir", "cp", "printf") for line in printed.out.splitlines())
 
 
-def test_several_slices(cloud):
+def test_several_slices_are_set_up_at_the_same_time(cloud):
+    scenario(cloud, ssh_together=2)  # a connection to one slice ends only if the other's is there
     cloud.work(cloud.job("a", "while len(open(cloud + '/ran').read().split()) < 4: time.sleep(0.1)"))  # as real ones do
     assert cloud.launch(slices=2, spot=True).status == 0
     create = next(argv for argv in cloud.commands if "create" in argv)
     assert {"--node-count=2", "--node-prefix=run", "--spot"} <= set(create) and "--node-id=run" not in create
-    assert [argv[5] for argv in cloud.commands if "ssh" in argv] == [*(["run-0", "run-1"] * 3), "run-0"]
+    nodes = [argv[5] for argv in cloud.commands if "ssh" in argv]
+    assert [set(nodes[i : i + 2]) for i in (0, 2, 4)] == [{"run-0", "run-1"}] * 3 and nodes[6:] == ["run-0"]
     assert sorted(cloud.ran) == ["a0", "a1", "a100", "a101"]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_first_slice_that_fails_ends_the_others(cloud, interrupted):
+    failing = {} if interrupted else {"ssh_fails": {"worker": 1, "node": "run-1"}}
+    scenario(cloud, states=["ACTIVE"], ssh_hangs="run-0", **failing)
+    cloud.work(cloud.job("a", ""))
+    process = cloud.start(slices=2)
+    if interrupted:
+        cloud.wait_for(lambda: sum("ssh" in argv for argv in cloud.commands) == 2)
+    done = finished(process, signal.SIGINT if interrupted else None)
+    assert done.status == (130 if interrupted else 1), done.err
+    assert interrupted or "copying failed on worker 1 of run-1, 4 times" in done.err
+    assert cloud.resources == {} and cloud.ran == []
 
 
 def test_preempted_half_way_goes_on_on_new_slices(cloud):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from types import SimpleNamespace as Namespace
 
 import pytest
@@ -186,3 +187,78 @@ def test_steps_alone_in_the_wrong_order(cloud):
     done = cloud.command("start", "--name=run")
     assert done.status == 1 and "this comes after: launch/gcloud_tpu.py install" in done.err
     assert not list(cloud.folder.rglob("starter.pid"))
+
+
+SECRETS = {"HF_TOKEN": "hf-token:3", "OTHER": "projects/other-project/secrets/o/versions/latest"}
+
+
+def test_secrets_reach_the_job_and_nothing_else(cloud):
+    scenario(cloud, states=["ACTIVE"], secrets={"hf-token": "the-value-of-it", "o": "other-value"})
+    code = (
+        "assert os.environ['HF_TOKEN'][::-1] == 'ti-fo-eulav-eht', 1\nprint('has', os.environ['HF_TOKEN'], flush=True)"
+    )
+    cloud.work(cloud.job("a", code))
+    done = cloud.launch(secrets=SECRETS, keep=True)
+    assert done.status == 0, done.err
+    assert "has [secret HF_TOKEN]" in done.out
+    [asked] = {tuple(argv) for argv in cloud.host_commands if "access" in argv and "--secret=o" in argv}
+    assert asked[4:] == ("latest", "--secret=o", "--project=other-project")
+    for path in cloud.folder.rglob("*"):
+        if path.is_file() and path.name != "scenario.json":
+            assert b"the-value-of-it" not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize(
+    "values,status,words",
+    [
+        ({}, 2, "--secret HF_TOKEN: version 3 of the secret 'hf-token' in my-project cannot be found"),
+        ({"secret_state": "DISABLED"}, 2, "is DISABLED"),
+        ({"secret_error": "PERMISSION_DENIED: Permission 'secretmanager.versions.access' denied"}, 2, "secretAccessor"),
+    ],
+)
+def test_secrets_that_cannot_be_read(cloud, values, status, words):
+    scenario(cloud, states=["ACTIVE"], **({"secrets": {"hf-token": "x"}} if values else {}), **values)
+    cloud.work(cloud.job("a", ""))
+    done = cloud.launch(secrets={"HF_TOKEN": "hf-token:3"})
+    assert done.status == status and words in done.err + done.out, done.err
+    assert cloud.ran == [] and cloud.resources == {}
+
+
+def test_another_bundle_than_the_launched_one_is_not_unpacked(tmp_path, cloud):
+    folder = cloud.root / ".launch/run"
+    folder.mkdir(parents=True)
+    (folder / "bundle-0000000000000000.tar.gz").write_text("changed")
+    there(cloud)
+    script = remote.copy("run", "gs://my-bucket/x/.launch/run/bundle-0000000000000000.tar.gz", "0" * 64)
+    done = subprocess.run(
+        ["bash", "-c", script], env={**cloud.environment, "HOME": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "it was changed after the launch" in done.stderr
+    assert not (tmp_path / "perex/run/bundle.tar.gz").exists()
+
+
+@pytest.mark.parametrize(
+    "version,found",
+    [("(3, 11, 0, 'candidate', 1)", False), ("(3, 10, 9, 'final', 0)", False), ("(3, 12, 1, 'final', 0)", True)],
+)
+def test_only_released_pythons_are_used(tmp_path, version, found):
+    """With a python3.11 of that version, and neither a package index nor an archive of Ubuntu packages within reach."""
+    (tmp_path / "perex/run").mkdir(parents=True)
+    (tmp_path / "perex/run/bundle.tar.gz").write_text("")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("python3", "sudo", "python3.13", "python3.12"):
+        (tools / name).write_text("#!/bin/sh\nexit 1\n")
+    fake = '#!/bin/sh\nif [ "$1" = -c ]; then exec PYTHON -c "import collections, sys; '
+    fake += "n = 'major minor micro releaselevel serial'; sys.version_info = collections.namedtuple('V', n)(*VERSION); "
+    fake += '$2"; fi\necho venv $3 >&2; exit 7\n'
+    (tools / "python3.11").write_text(fake.replace("PYTHON", sys.executable).replace("VERSION", version))
+    for path in tools.iterdir():
+        path.chmod(0o755)
+    environment = {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    for python in (None, "python3.11"):
+        done = subprocess.run(
+            ["bash", "-c", remote.install("run", python)], env=environment, capture_output=True, text=True
+        )
+        expected = "venv venv" if found else "not a release" if python else "no released Python of 3.11 or newer"
+        assert expected in done.stderr and done.returncode == (7 if found else 1), done.stderr

@@ -34,7 +34,14 @@ def main():
     options = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
     request = Request(
         name=options.get("name", "run"),
-        work=Work("run", given["root"], jobs, given.get("sweep"), given.get("twins", {})),
+        work=Work(
+            "run",
+            given["root"],
+            jobs,
+            given.get("sweep"),
+            given.get("twins", {}),
+            secrets=tuple(options.get("secrets", {})),
+        ),
         slice=Slice.of("v5e-16"),
         slices=options.get("slices", 1),
         project="my-project",
@@ -48,6 +55,7 @@ def main():
         max_restarts=options.get("max_restarts", 10),
         with_package=(),
         dry_run=options.get("dry_run", False),
+        secrets=options.get("secrets", {}),
     )
     todo = Steps(
         Resource(request.name, request.project, request.zone, request.slices), Commands(dry_run=request.dry_run)
