@@ -29,10 +29,11 @@ REQUIREMENTS = ("launch/requirements_build.txt", "launch/requirements_tpu.txt")
 _PARTS = ("perex_t5x", "gin", "pyproject.toml", "constraints.txt", *REQUIREMENTS, "README.md", "LICENSE")
 _CODE = _PARTS[:-2]
 WHEEL = f"perex_t5x-{perex_t5x.__version__}-py3-none-any.whl"
-# Arguments of `pip install`, one step after another, in the bundle's folder; then packages/*.whl under constraints.txt.
+# Arguments of `pip install`, one step after another, in the bundle's folder; then packages/*.whl under constraints.txt, then
+# `pip check`. The lists are complete, so nothing is resolved: pip would refuse `etils[epath]` beside a hash for `etils`.
 PIP_STEPS = (
-    ("--require-hashes", "--only-binary=:all:", "--requirement=requirements_build.txt"),
-    ("--require-hashes", "--no-build-isolation", "--requirement=requirements_tpu.txt"),
+    ("--require-hashes", "--no-deps", "--only-binary=:all:", "--requirement=requirements_build.txt"),
+    ("--require-hashes", "--no-deps", "--no-build-isolation", "--requirement=requirements_tpu.txt"),
     ("--no-deps", f"./{WHEEL}"),
 )
 _MOST_FILES = 10

@@ -133,7 +133,8 @@ def test_it_installs_as_tpu_vms_do():
 
 
 def test_the_base_is_the_python_that_the_constraints_are_for():
-    assert ("FROM", "python:3.11-slim") in instructions()
+    assert instructions()[:2] == [("ARG", f"BASE_IMAGE={image.BASE_IMAGE}"), ("FROM", "${BASE_IMAGE}")]
+    assert image.BASE_IMAGE == "python:3.11-slim"
     assert ("ENTRYPOINT", "[]") in instructions(), "the manifests say what runs"
 
 
@@ -147,27 +148,101 @@ def test_an_uncommitted_dockerfile_is_refused(checkout, tmp_path):
     assert Path(made, "Dockerfile").read_text().endswith("# mine\n")
 
 
-def docker(folder, monkeypatch, code):
-    """A stand-in, first on the PATH."""
-    folder.mkdir()
-    (folder / "docker").write_text(f"#!{sys.executable}\nimport json, sys\n{code}")
-    (folder / "docker").chmod(0o755)
+DIGEST, BASE = "sha256:" + "a" * 64, "sha256:" + "b" * 64
+NAME = "europe-docker.pkg.dev/p/r/n"
+# Docker as far as `image` uses it: an image has a digest once it was pulled or pushed, beside those in other registries.
+DOCKER = f"""
+record = open(os.environ["RECORD"], "a")
+print(json.dumps(sys.argv[1:]), file=record)
+if sys.argv[1:3] == ["image", "inspect"]:
+    pushed = any(json.loads(line)[0] == "push" for line in open(record.name))
+    ours = ["elsewhere/n@sha256:0", "{NAME}@{DIGEST}"] if pushed else []
+    digests = ["python@{BASE}"] if "python" in sys.argv[-1] else ours
+    print(json.dumps(digests) if "json" in sys.argv[3] else digests[0])
+"""
+
+
+def stand_in(folder, monkeypatch, code, program="docker"):
+    """First on the PATH."""
+    folder.mkdir(exist_ok=True)
+    (folder / program).write_text(f"#!{sys.executable}\nimport json, os, sys\n{code}")
+    (folder / program).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("RECORD", str(folder / "record"))
+    return folder / "record"
 
 
-def test_built_then_pushed(tmp_path, monkeypatch):
-    record = tmp_path / "record"
-    docker(tmp_path / "bin", monkeypatch, f"print(json.dumps(sys.argv[1:]), file=open({str(record)!r}, 'a'))")
+def recorded(record):
+    return [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def test_built_then_pushed_on_a_base_by_digest_and_named_by_digest(tmp_path, monkeypatch):
+    record = stand_in(tmp_path / "bin", monkeypatch, DOCKER)
     files = bundle.Checkout(str(tmp_path), "0123456789ab")
-    assert image.build("a folder", "host/p/r/n:0123456789ab", files, Commands()) == "host/p/r/n:0123456789ab"
-    first, second = [json.loads(line) for line in record.read_text().splitlines()]
-    assert first[0] == "build" and first[-1] == "a folder" and "--build-arg=COMMIT=0123456789ab" in first
-    assert second == ["push", "host/p/r/n:0123456789ab"]
+    assert image.build("a folder", f"{NAME}:0123456789ab", files, Commands()) == f"{NAME}@{DIGEST}"
+    pull, _, build, push, _ = recorded(record)
+    assert pull[0] == "pull" and pull[-1] == "python:3.11-slim" and push == ["push", f"{NAME}:0123456789ab"]
+    assert build[0] == "build" and build[-1] == "a folder"
+    assert {"--build-arg=COMMIT=0123456789ab", f"--build-arg=BASE_IMAGE=python@{BASE}"} < set(build)
+    kept = image.BuiltBy(push=False, base_image=f"python@{BASE}")
+    record.unlink()
+    assert image.build("a folder", f"{NAME}:1", files, Commands(), kept) == f"{NAME}:1"
+    assert [argv[0] for argv in recorded(record)] == ["build"]
+
+
+def test_cloud_build_does_the_same_over_there(tmp_path, monkeypatch):
+    record = stand_in(tmp_path / "bin", monkeypatch, DOCKER)
+    stand_in(tmp_path / "bin", monkeypatch, f"print('{DIGEST}' if 'describe' in sys.argv else '')", "gcloud")
+    how = image.BuiltBy(cloud_build=True, project="my-project")
+    files = bundle.Checkout(str(tmp_path), "0123456789ab")
+    commands = Commands()
+    assert image.build(str(tmp_path), f"{NAME}:1", files, commands, how) == f"{NAME}@{DIGEST}"
+    submit, describe = commands.record
+    config = json.loads((tmp_path / "cloudbuild.json").read_text())
+    assert f"--config={tmp_path / 'cloudbuild.json'}" in submit and "--project=my-project" in submit
+    assert describe[-2:] == (f"{NAME}:1", "--format=value(image_summary.digest)")
+    [step] = config["steps"]
+    assert config["images"] == [f"{NAME}:1"] and step["entrypoint"] == "bash"
+    assert "$" not in "".join(step["args"]).replace("$$", "")  # Cloud Build would replace it
+    subprocess.run(["bash", *(a.replace("$$", "$") for a in step["args"])], check=True, cwd=tmp_path)
+    *_, build = recorded(record)
+    assert {"--build-arg=COMMIT=0123456789ab", f"--build-arg=BASE_IMAGE=python@{BASE}", f"--tag={NAME}:1"} < set(build)
+
+
+def test_tags_differ_for_different_contents(tmp_path):
+    (tmp_path / "a").write_text("1")
+    clean, dirty = bundle.Checkout("", "0123456789ab"), bundle.Checkout("", "0123456789ab-dirty")
+    assert image.tag(str(tmp_path), clean, Commands()) == "0123456789ab"
+    tags = [image.tag(str(tmp_path), clean, Commands(), more=True)]
+    tags.append(image.tag(str(tmp_path), dirty, Commands(), more=True))
+    (tmp_path / "a").write_text("2")
+    tags.append(image.tag(str(tmp_path), dirty, Commands(), more=True))
+    assert len({"0123456789ab", *tags}) == 4
+    assert image.tag(str(tmp_path), dirty, Commands(), more=True) == tags[-1]
+    for made in tags:
+        assert image.check_image(f"{NAME}:{made}")
+
+
+def test_a_tag_becomes_the_digest_that_its_registry_has(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert image.pinned(f"{NAME}@{DIGEST}", Commands()) == f"{NAME}@{DIGEST}"
+    assert image.pinned(f"{NAME}:1", Commands()) == f"{NAME}:1"
+    assert "neither is installed" in capsys.readouterr().err
+    manifest = json.dumps({"mediaType": "x", "digest": DIGEST, "size": 1})
+    stand_in(tmp_path / "bin", monkeypatch, f"sys.exit(print({manifest!r}) if 'imagetools' in sys.argv else 1)")
+    assert image.pinned("host:5000/p/n:1", Commands()) == f"host:5000/p/n@{DIGEST}"
+    # gcloud first; if it may not, docker is asked.
+    stand_in(tmp_path / "bin", monkeypatch, "sys.exit('ERROR: PERMISSION_DENIED: containeranalysis')", "gcloud")
+    assert image.pinned(f"{NAME}:1", Commands()) == f"{NAME}@{DIGEST}"
+    stand_in(tmp_path / "bin", monkeypatch, "sys.exit('ERROR: (gcloud...) Image was not found.')", "gcloud")
+    with pytest.raises(ConfigError, match=f"--image={NAME}:1: there is no such image"):
+        image.pinned(f"{NAME}:1", Commands())
 
 
 def test_a_push_that_is_denied_is_explained(tmp_path, monkeypatch):
-    code = "if sys.argv[1] == 'push': sys.exit('denied: Permission \"artifactregistry.repositories.uploadArtifacts\"')"
-    docker(tmp_path / "bin", monkeypatch, code)
+    denied = 'denied: Permission "artifactregistry.repositories.uploadArtifacts"'
+    code = f"print('[]') if sys.argv[1] != 'push' else sys.exit({denied!r})"
+    stand_in(tmp_path / "bin", monkeypatch, code)
     files = bundle.Checkout(str(tmp_path), "0123456789ab")
     with pytest.raises(ConfigError, match="gcloud auth configure-docker europe-docker.pkg.dev"):
         image.build("a", "europe-docker.pkg.dev/p/r/n:0123456789ab", files, Commands())
@@ -176,6 +251,7 @@ def test_a_push_that_is_denied_is_explained(tmp_path, monkeypatch):
 def command(**given):
     """launch/build_image.py with these flags."""
     flags = {"project": None, "repository": "host/p/r/n", "with_package": [], "allow_uncommitted": True, "push": True}
+    flags["base_image"] = image.BASE_IMAGE
     return image.main(SimpleNamespace(**flags | {"cloud_build": False, "dry_run": False} | given))
 
 
@@ -199,6 +275,7 @@ def test_two_builds_of_one_commit_take_turns(tmp_path, monkeypatch):
     monkeypatch.setenv("PEREX_T5X_LAUNCH_DIR", str(tmp_path))
     monkeypatch.setattr(image, "context", busy)
     monkeypatch.setattr(image, "build", busy)
+    monkeypatch.setattr(image, "tag", lambda *_: "1")
     assert command() == 0 and held == [True, True]
 
 

@@ -74,12 +74,14 @@ def test_everything_that_a_host_needs_is_listed(python):
 
 
 @pytest.mark.slow
-def test_pip_finds_every_file_and_its_hash(tmp_path):
-    """As `PIP_STEPS` do on a host. Downloads all of it, about 1 GB."""
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+def test_a_host_can_install_and_import_it(tmp_path):
+    """As `PIP_STEPS` do, in a new environment. Downloads about 1 GB."""
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
     for step in bundle.PIP_STEPS[:2]:
         kept = [word.replace("--requirement=", f"--requirement={ROOT}/launch/") for word in step]
-        dry = ["--dry-run"] if step is bundle.PIP_STEPS[1] else []
-        argv = [tmp_path / "venv" / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-cache-dir", *dry, *kept]
-        done = subprocess.run(argv, capture_output=True, text=True)
+        done = subprocess.run([python, "-m", "pip", "install", "--quiet", *kept], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+    for argv in (["-m", "pip", "check"], ["-c", "import perex_t5x.launching.worker, perex_t5x.train"]):
+        done = subprocess.run([python, *argv], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr

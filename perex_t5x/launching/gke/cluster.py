@@ -112,6 +112,7 @@ class State:
       restarts: of all its pods together.
       words: the cluster's message about it.
       launch: the launch that created it.
+      image: of its pods.
     """
 
     name: str
@@ -122,6 +123,7 @@ class State:
     words: str
     created: str
     launch: str
+    image: str
 
     @property
     def finished(self) -> bool:
@@ -163,7 +165,18 @@ class State:
             words,
             metadata.get("creationTimestamp", ""),
             labels.get(LAUNCH_LABEL, ""),
+            image_of(jobset),
         )
+
+
+def image_of(jobset: Mapping[str, Any]) -> str:
+    """
+    >>> image_of({"metadata": {"name": "a"}})
+    ''
+    """
+    for job in jobset.get("spec", {}).get("replicatedJobs", []):
+        return job["template"]["spec"]["template"]["spec"]["containers"][0]["image"]
+    return ""
 
 
 def first_pod(pods: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -95,6 +95,7 @@ def _launch(args: Any) -> int:
     asked = _request(args)
     plans, cluster = create.planned(asked, args), _cluster(args)
     create.check_cluster(cluster, plans[0].shape)
+    plans = create.with_pinned_image(plans, cluster.commands)
     try:
         former = create.check_free(cluster, plans)
         _check(asked, cluster, plans)
@@ -154,7 +155,8 @@ def _offer(error: create.AlreadyRunningError, cluster: Cluster, asked: Request, 
 
 
 def _manifest(args: Any) -> int:
-    text = as_yaml(part for plan in create.planned(_request(args), args) for part in (plan.config_map(), plan.jobset()))
+    plans = create.with_pinned_image(create.planned(_request(args), args), Commands())
+    text = as_yaml(part for plan in plans for part in (plan.config_map(), plan.jobset()))
     if args.out is None:
         print(text, end="")
         return 0
@@ -227,7 +229,7 @@ def _status(args: Any) -> int:
     events = cluster.get("events")
     for state in states:
         pods = cluster.pods(state.name)
-        print(f"{state.line}\n  pods: {pod_phases(pods)}")
+        print(f"{state.line}\n  image: {state.image}\n  pods: {pod_phases(pods)}")
         if codes := sorted(set(exit_codes(pods)) - {0}):
             print(f"  exit codes {', '.join(map(str, codes))}")
         for words in troubles(pods):

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.launching import shell
+from perex_t5x.launching import image, shell
 from perex_t5x.launching.gke import manifest
 from perex_t5x.launching.gke.cluster import JOBSETS, Cluster, State
 from perex_t5x.launching.gke.manifest import MOUNTED_AT, NODE_POOL, Shape, node_selector
 from perex_t5x.launching.request import Request
-from perex_t5x.launching.shell import CommandError, Leftovers, say
+from perex_t5x.launching.shell import CommandError, Commands, Leftovers, say
 from perex_t5x.launching.spec import GIN_FOLDER
 
 INSTALL_JOBSET, INSTALL_KUEUE = (
@@ -90,6 +90,12 @@ def planned(request: Request, args: Any) -> list[Planned]:
         plans.append(Planned(shape, {JOBS_FILE: part.to_json(), **gin}))
         plans[-1].config_map()  # fails if it is too large, before anything is created
     return plans
+
+
+def with_pinned_image(plans: Sequence[Planned], commands: Commands) -> list[Planned]:
+    """The same with the image's digest: what was checked is what all pods run, also after a restart."""
+    by_digest = image.pinned(plans[0].shape.image, commands)
+    return [dataclasses.replace(p, shape=dataclasses.replace(p.shape, image=by_digest)) for p in plans]
 
 
 def _text(path: str) -> str:

@@ -137,6 +137,24 @@ def test_from_the_checks_to_the_end(cluster):
     )
 
 
+def test_pods_run_the_digest_that_the_tag_had_at_the_launch(cluster):
+    digest = "sha256:" + "a" * 64
+    gcloud = cluster.folder / "bin" / "gcloud"
+    gcloud.write_text(f"#!/bin/sh\ncase $3 in images) echo {digest};; esac\n")
+    gcloud.chmod(0o755)
+    process = subprocess.run(
+        [sys.executable, str(HERE / "driver.py"), *FLAGS, "--image=eu-docker.pkg.dev/p/r/n:1", "--name=sqrt"],
+        env=cluster.environment(),
+        capture_output=True,
+        text=True,
+        cwd=cluster.folder,
+    )
+    assert process.returncode == 0, process.stderr
+    pod = cluster.created()[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["image"] == f"eu-docker.pkg.dev/p/r/n@{digest}"
+    assert f"  image: eu-docker.pkg.dev/p/r/n@{digest}" in cluster.run("status", "--name=sqrt").stdout.splitlines()
+
+
 def test_a_log_that_breaks_off_is_taken_up(cluster):
     cluster.scenario(timeline=["running"] * 8 + ["completed"], log_breaks=True)
     assert cluster.run("--name=sqrt").returncode == 0
