@@ -6,7 +6,9 @@
 The first times the training loop (feed, prefetching, metrics, log files, progress) and a bare JAX loop (the model's loss,
 `jax.grad`, the optimizer, batches already on the devices) on the same model, mesh and batches; each number is the median
 over the rounds. `framework_overhead` is the ratio of the two step times, minus one. For an optimizer that needs statistics
-of the examples' gradients the bare loop uses the plain gradient and `optax.adamw`, so the overhead includes their cost.
+of the examples' gradients the bare loop uses the plain gradient and `optax.adamw`, so the overhead includes their cost. The
+loop's folder is on local disk; with --gin.MODEL_DIR="'gs://...'" (or any other) a second loop writes there, and
+`storage_overhead` is the ratio of its step time to the first one's, minus one.
 
 The second times mean and mean square of a small model's per-example gradients, computed by a loop, `vmap`,
 `optax.microbatching.micro_grad` and the engine (`surgery`; `two passes` with clip_norm), beside the plain gradient. Every
@@ -53,6 +55,7 @@ if __name__ == "__main__":
 
     cli.run(main, __doc__, flags=define_flags)
 
+import contextlib
 import functools
 import json
 import resource
@@ -60,11 +63,13 @@ import statistics
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
 import optax
+from etils import epath
 
 from perex_t5x import loop
 from perex_t5x.checkpoints import Checkpointer
@@ -107,6 +112,7 @@ def benchmark(
     trainer_cls: Callable[..., Trainer],
     steps: int = 50,
     rounds: int = 5,
+    model_dir: str | None = None,
     dry_run: bool = False,
 ) -> dict[str, Any]:
     """Times `rounds` rounds of `steps` steps of each loop and prints the result as one JSON line.
@@ -116,6 +122,7 @@ def benchmark(
       model, dataset_cfg, partitioner, trainer_cls: as in `perex_t5x.train.train`.
       steps: per round.
       rounds: of each loop, taking turns.
+      model_dir: where another loop writes; None: there is none. A folder in it is made, and removed at the end.
       dry_run: stop after all checks.
     """
     trainer = trainer_cls(model=model, partitioner=partitioner)
@@ -128,14 +135,21 @@ def benchmark(
     spec = feed.element_spec
     setup = Setup(trainer, spec, *trainer.abstract_state({k: v.shape for k, v in spec.items()}))
     step_fn, compile_seconds = timed(lambda: trainer.compiled_step(setup.shapes, setup.shardings, spec))
-    framework = _framework_rounds(trainer, step_fn, feed, setup.init(jax.random.key(0)), steps)
-    bare = _bare_rounds(trainer, feed, setup.init(jax.random.key(0)), setup.shardings, steps)
-    next(framework), next(bare)  # warm up
-    times = in_turns({"framework": lambda: next(framework) / steps, "bare": lambda: next(bare) / steps}, rounds)
-    framework.close()
-    bare.close()
+    loops = {
+        "framework": _framework_rounds(trainer, step_fn, feed, setup.init(jax.random.key(0)), steps, None),
+        "bare": _bare_rounds(trainer, feed, setup.init(jax.random.key(0)), setup.shardings, steps),
+    }
+    if model_dir is not None:
+        state = setup.init(jax.random.key(0))
+        loops["storage"] = _framework_rounds(trainer, step_fn, feed, state, steps, model_dir)
+    for one in loops.values():
+        next(one)  # warm up
+    times = in_turns({kind: functools.partial(_seconds, one, steps) for kind, one in loops.items()}, rounds)
+    for one in loops.values():
+        one.close()
 
-    step_seconds, bare_seconds = (statistics.median(times[kind]) for kind in ("framework", "bare"))
+    medians = {kind: statistics.median(values) for kind, values in times.items()}
+    step_seconds, bare_seconds = medians["framework"], medians["bare"]
     batch_size, *lengths = next(iter(spec.values())).shape
     length = lengths[0] if lengths else 1
     devices = partitioner.mesh.devices
@@ -159,15 +173,41 @@ def benchmark(
         "peak_memory_bytes": _peak_memory(devices.flat[0]),
         **model_flops_utilization(flops, 1 / step_seconds, devices.flat[0].device_kind, devices.size),
     }
+    if model_dir is not None:
+        result |= {"model_dir": model_dir, "storage_step_seconds_all": times["storage"]}
+        result["storage_overhead"] = medians["storage"] / step_seconds - 1
     print(json.dumps(result))
     return result
 
 
-def _framework_rounds(trainer: Trainer, step_fn: Any, feed: Any, state: TrainState, steps: int) -> Iterator[float]:
-    """Seconds of `steps` steps in the training loop, again and again."""
-    with tempfile.TemporaryDirectory() as folder:
-        checkpointer = Checkpointer(folder, None)
-        writer = MetricsWriter(folder)
+def _seconds(rounds: Iterator[float], steps: int) -> float:
+    return next(rounds) / steps
+
+
+@contextlib.contextmanager
+def _folder_in(parent: str | None) -> Iterator[str]:
+    """A new folder, there for a while: in `parent`, which may be remote, or where temporary files go."""
+    if parent is None:
+        with tempfile.TemporaryDirectory() as folder:
+            yield folder
+        return
+    folder = epath.Path(parent) / f"bench-{uuid.uuid4().hex[:8]}"
+    folder.mkdir(parents=True)
+    try:
+        yield str(folder)
+    finally:
+        folder.rmtree()
+
+
+def _framework_rounds(
+    trainer: Trainer, step_fn: Any, feed: Any, state: TrainState, steps: int, parent: str | None
+) -> Iterator[float]:
+    """Seconds of `steps` steps in the training loop, again and again; its folder is in `parent`."""
+    with (
+        _folder_in(parent) as folder,
+        contextlib.closing(Checkpointer(folder, None)) as checkpointer,
+        contextlib.closing(MetricsWriter(folder)) as writer,
+    ):
         while True:
             run = loop.Loop(
                 trainer=trainer,

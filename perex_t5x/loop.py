@@ -190,6 +190,7 @@ class Loop:
         )
 
     def close(self) -> None:
+        """Waits until everything is stored."""
         if self._profiling:
             jax.profiler.stop_trace()
         try:
@@ -207,6 +208,7 @@ class Loop:
 
     def _after_step(self, step: int, state: TrainState, stopping: bool) -> None:
         self._checkpointer.raise_errors()
+        self._writer.raise_errors()
         last = stopping or step == self._last_step
         evaluate = self._evaluators and not stopping and (step % self._eval_period == 0 or last)
         if not (last or evaluate or self._checkpointer.is_due(step, last)):
@@ -230,6 +232,7 @@ class Loop:
             message = f"the parameters after step {step} are not finite: {self._advice()}"
             raise DivergedError(message, step, "the parameters are not finite")
         if is_due:
+            self._writer.flush_lines()  # what a checkpoint has behind it is not written again after a crash
             run = {**self._run_info, "data": self._feed.position(step)}
             self._checkpointer.save(state, run, self._feed if self._feed.has_state else None)
 

@@ -1,4 +1,4 @@
-"""From sums over examples to metrics, and from there to TensorBoard and `metrics.jsonl`.
+"""From sums over examples to metrics. `perex_t5x.metric_files` has their files, whose reader and writer are named here, too.
 
 A step returns plain sums, so that batches, microbatches and hosts add up; ratios are taken once, at the end. Which sums and
 which ratios is the model's choice.
@@ -6,18 +6,25 @@ which ratios is the model's choice.
 
 from __future__ import annotations
 
-import json
-import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from etils import epath
-
-from perex_t5x import files
-from perex_t5x.errors import writing_failed
 from perex_t5x.hardware.chips import peak_flops
+from perex_t5x.metric_files import MetricsWriter, newest_text, read_rows, read_text
+
+__all__ = [
+    "MetricSums",
+    "MetricsWriter",
+    "flops_per_step",
+    "loss_metric",
+    "loss_of",
+    "model_flops_utilization",
+    "newest_text",
+    "read_rows",
+    "read_text",
+    "summarize",
+    "throughput",
+]
 
 
 class MetricSums:
@@ -115,75 +122,3 @@ def model_flops_utilization(
     if peak is None or flops_per_step is None:
         return {}
     return {"timing/model_flops_utilization": flops_per_step * steps_per_second / (peak * devices)}
-
-
-class MetricsWriter:
-    """Writes scalars to TensorBoard (`model_dir/<name>/`) and, one line per call, to `model_dir/metrics.jsonl`.
-
-    Only process 0 writes; on the others every call is a no-op.
-    """
-
-    def __init__(self, model_dir: str, enabled: bool = True):
-        self._model_dir = model_dir
-        self._enabled = enabled
-        self._writers: dict[str, Any] = {}
-        self._path = epath.Path(model_dir) / "metrics.jsonl"
-
-    def writer(self, name: str) -> Any:
-        """The clu writer for one folder, made on first use."""
-        if name not in self._writers:
-            from clu import metric_writers
-
-            make = metric_writers.SummaryWriter if self._enabled else metric_writers.MultiWriter
-            self._writers[name] = make(os.path.join(self._model_dir, name)) if self._enabled else make([])
-        return self._writers[name]
-
-    def write(self, name: str, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes scalars of a step under a folder's name ('train', 'training_eval/<task>')."""
-        if not self._enabled:
-            return
-        try:
-            self.writer(name).write_scalars(step, {k: np.float32(v) for k, v in scalars.items()})
-            line = json.dumps({"step": step, "name": name, **{k: _json_number(v) for k, v in scalars.items()}})
-            self._append(line + "\n")
-        except OSError as e:
-            raise writing_failed(
-                f"cannot write metrics to {self._path}: {e.strerror or e}. Free some space or choose another "
-                "MODEL_DIR; the run resumes from its last checkpoint when started again.",
-                e,
-            ) from e
-
-    def _append(self, text: str) -> None:
-        if "://" not in os.fspath(self._path):
-            with open(self._path, "a", encoding="utf-8") as f:
-                f.write(text)
-        else:  # object stores cannot append
-            earlier = self._path.read_text() if self._path.exists() else ""
-            self._path.write_text(earlier + text)
-
-    def forget_after(self, step: int) -> None:
-        """Drops lines of steps after `step` from metrics.jsonl: a resumed run writes them again."""
-        if not self._enabled or not self._path.exists():
-            return
-        lines = self._path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if _step_of(line) <= step]
-        if len(kept) < len(lines):
-            files.write_atomically(self._path, "".join(kept))
-
-    def close(self) -> None:
-        for writer in self._writers.values():
-            writer.flush()
-            writer.close()
-
-
-def _json_number(value: float) -> float | str:
-    """JSON has no NaN; a string keeps the line readable by every parser."""
-    value = float(value)
-    return value if math.isfinite(value) else str(value)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):
-        return math.inf  # a half-written last line

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -10,6 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from perex_t5x.metrics import read_rows
 
 
 def fresh_model_dir(parent: str = "runs") -> str:
@@ -31,16 +32,11 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
-def _rows(model_dir: str) -> list[dict[str, Any]]:
-    with open(os.path.join(model_dir, "metrics.jsonl"), encoding="utf-8") as f:
-        return [json.loads(line) for line in f]
-
-
 def validation_losses(model_dir: str) -> list[tuple[int, float]]:
     """(step, nats per token) of every evaluation, from the run's metrics."""
     return [
         (row["step"], row["loss_per_nonpadding_target_token"])
-        for row in _rows(model_dir)
+        for row in read_rows(model_dir)
         if row["name"].startswith("training_eval/")
     ]
 
@@ -48,7 +44,7 @@ def validation_losses(model_dir: str) -> list[tuple[int, float]]:
 def last_noise_scale(model_dir: str) -> float | None:
     """The smoothed noise scale of the last measurement; None if nothing was measured."""
     name = "per_example/noise_scale_smoothed/all"
-    found = [float(row[name]) for row in _rows(model_dir) if name in row]  # infinity is a string in JSON
+    found = [float(row[name]) for row in read_rows(model_dir) if name in row]  # infinity is a string in JSON
     return found[-1] if found else None
 
 

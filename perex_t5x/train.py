@@ -16,11 +16,12 @@ if __name__ == "__main__":
 
     cli.run_gin("perex_t5x.train.train", __doc__)
 
+import contextlib
 import dataclasses
 import os
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -290,8 +291,11 @@ class Training:
         )
         try:
             state = run(state)
-        finally:
-            run.close()
+        except BaseException:
+            with _logged("after the error of this run"):  # what follows must not hide it
+                run.close()
+            raise
+        run.close()
         return int(state.step), state
 
     def _initial_state(self, init: Callable[[jax.Array], TrainState], seed: int) -> TrainState:
@@ -305,6 +309,15 @@ class Training:
         base = init(jax.random.key(seed)) if checkpoints.leaves_missing(shapes, restored) else shapes
         logging.info("starting from %s (step %d)", self.source, restored.step)
         return checkpoints.merge(base, restored)
+
+
+@contextlib.contextmanager
+def _logged(when: str) -> Iterator[None]:
+    """Logs an error instead of raising it."""
+    try:
+        yield
+    except Exception as e:
+        logging.error("%s: %s", when, e)
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:

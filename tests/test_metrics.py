@@ -5,8 +5,9 @@ import math
 
 import pytest
 
-from perex_t5x.errors import TrainingError
-from perex_t5x.metrics import MetricSums, MetricsWriter, model_flops_utilization
+from perex_t5x import metric_files
+from perex_t5x.errors import Reason, TrainingError
+from perex_t5x.metrics import MetricSums, MetricsWriter, model_flops_utilization, read_rows
 from perex_t5x.models import DecoderOnlyModel
 
 STEP = {"loss": 8.0, "z_loss": 2.0, "correct": 3.0, "weights": 4.0, "tokens": 4.0, "all_tokens": 8.0, "examples": 2.0}
@@ -77,10 +78,12 @@ def test_writer_lines_and_forgetting(tmp_path):
     writer = MetricsWriter(str(tmp_path))
     for step in (1, 2, 3):
         writer.write("train", step, {"loss": step / 2, "bad": math.nan})
+    writer.flush()
     with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as f:
         f.write('{"step": 2, "na')  # killed while writing
-    writer.forget_after(2)
+    assert writer.forget_after(2) == 3
     rows = [json.loads(line) for line in open(tmp_path / "metrics.jsonl", encoding="utf-8")]
+    assert read_rows(tmp_path) == rows
     assert [row["step"] for row in rows] == [1, 2] and rows[1]["loss"] == 1.0 and rows[1]["bad"] == "nan"
     writer.close()
     assert any("tfevents" in p.name for p in (tmp_path / "train").iterdir())
@@ -97,5 +100,98 @@ def test_other_processes_write_nothing(tmp_path):
 def test_unwritable_metrics_are_explained(tmp_path):
     writer = MetricsWriter(str(tmp_path))
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(TrainingError, match="cannot write metrics to .*last checkpoint"):
-        writer.write("train", 1, {"loss": 1.0})
+    writer.write("train", 1, {"loss": 1.0})
+    for call in (writer.flush, writer.raise_errors, lambda: writer.write("train", 2, {"loss": 1.0}), writer.close):
+        with pytest.raises(TrainingError, match="cannot write metrics to .*last checkpoint"):
+            call()
+
+
+def test_a_full_disk_has_its_reason(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    writer = MetricsWriter(str(tmp_path))
+    writer.write("train", 1, {"loss": 1.0})
+    with pytest.raises(TrainingError, match="No space left") as raised:
+        writer.close()
+    assert raised.value.reason is Reason.NO_SPACE
+
+
+# --- in an object store -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(cloud_storage_in_process, monkeypatch):
+    """A run's folder in a bucket; parts are uploaded with every line, and closed after three."""
+    monkeypatch.setattr(metric_files._Lines, "period", 0.0)
+    monkeypatch.setattr(metric_files._Lines, "most_bytes", 100)
+    return f"{cloud_storage_in_process.bucket}/run"
+
+
+def parts(bucket):
+    return [name for name in bucket.objects() if name.startswith("run/metrics")]
+
+
+def steps(folder):
+    return [row["step"] for row in read_rows(folder)]
+
+
+def write(folder, *steps):
+    writer = MetricsWriter(folder)
+    for step in steps:
+        writer.write("train", step, {"loss": step / 2})
+        writer.flush_lines()
+    return writer
+
+
+def test_parts_are_read_as_one(cloud_storage_in_process, folder):
+    bucket = cloud_storage_in_process
+    bucket.put(
+        "run/metrics.jsonl", b'{"step": 8, "name": "train"}\n{"step": 9, "name": "train"}\n'
+    )  # an earlier version's
+    writer = write(folder, *range(10, 18))
+    assert parts(bucket) == ["run/metrics.jsonl", *(f"run/metrics/00000000{n}.jsonl" for n in (10, 13, 16))]
+    assert steps(folder) == list(range(8, 18)) and read_rows(folder)[-1] == {"step": 17, "name": "train", "loss": 8.5}
+    assert "17" in metric_files.newest_text(folder) and metric_files.newest_text(folder).count("\n") == 2
+    assert max(bucket.stats()["writes"][f"run/metrics/00000000{n}.jsonl"] for n in (10, 13, 16)) == 3
+    writer.close()
+    assert steps(folder) == list(range(8, 18))
+    assert any("tfevents" in name for name in bucket.objects())
+
+    # Killed here, and resumed from step 14: the part that began with 13 is cut, the later one is gone.
+    assert MetricsWriter(folder).forget_after(14) == 17
+    assert steps(folder) == list(range(8, 15)) and len(parts(bucket)) == 3
+    write(folder, 14, 15).close()
+    assert MetricsWriter(folder).forget_after(14) == 15  # killed again, without a new checkpoint
+    write(folder, 14, 15, 16).close()
+    assert parts(bucket)[-2:] == ["run/metrics/0000000014.jsonl", "run/metrics/0000000014_001.jsonl"]
+    assert steps(folder) == [*range(8, 15), 14, 14, 15, 16]
+    assert MetricsWriter(folder).forget_after(8) == 16
+    assert steps(folder) == [8] and parts(bucket) == ["run/metrics.jsonl"]
+
+
+def test_a_bucket_that_fails_for_a_while_loses_nothing(cloud_storage_in_process, folder, monkeypatch):
+    monkeypatch.setattr("perex_t5x.background._PAUSES", (0.05,) * 6)
+    wrong = {"operation": "insert|start upload", "name": "metrics/"}
+    for fault in ({"action": "answer", "code": 503}, {"action": "answer", "code": 429}, {"action": "tear"}):
+        cloud_storage_in_process.faults(rules=[{**wrong, **fault, "times": 1}])
+        write(folder, 1, 2).close()
+        assert steps(folder)[-2:] == [1, 2], fault
+    assert len(steps(folder)) == 6
+
+
+def test_a_bucket_that_may_not_be_written_is_said(cloud_storage_in_process, folder):
+    cloud_storage_in_process.faults(deny=["storage.objects.create"])
+    writer = MetricsWriter(folder)
+    writer.write("train", 1, {"loss": 1.0})
+    with pytest.raises(TrainingError, match="cannot write metrics to gs://.*storage.objects.create"):
+        writer.flush()
+    with pytest.raises(TrainingError, match="cannot write metrics"):
+        writer.close()
+
+
+def test_copied_parts_and_a_file_are_in_order(tmp_path):
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "0000000001.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    (tmp_path / "metrics" / "notes.jsonl").write_text('{"step": 7}\n')
+    write(str(tmp_path), 3, 4).close()
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    assert read_rows(tmp_path / "nowhere") == []

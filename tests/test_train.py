@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from perex_t5x import checkpoints, loop
+from perex_t5x import checkpoints, loop, metric_files
 from perex_t5x.cli.progress import Progress
 from perex_t5x.errors import ConfigError, TrainingError
 from tests import tiny
@@ -34,10 +34,22 @@ def assert_same_state(a, b):
 def whole_run(tmp_path_factory):
     """Eight steps without a stop, with dropout and an evaluation."""
     model_dir = tmp_path_factory.mktemp("whole")
-    step, state = tiny.train(
-        model_dir, "TRAIN_STEPS = 8", EVERY_STEP, SAVE_AT.format(4), "DROPOUT_RATE = 0.1", "EVAL_PERIOD = 4"
-    )
+    save, write, stored = checkpoints.Checkpointer.save, metric_files._Lines.write, {}
+
+    def saved(self, state, *rest):
+        stored[int(state.step)] = [row["step"] for row in metric_files.read_rows(model_dir) if "loss" in row]
+        save(self, state, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints.Checkpointer, "save", saved)
+        # As slow as can be: lines are written when somebody waits for them, and not before.
+        patch.setattr(metric_files._Lines, "write", lambda self, now=False: write(self, now) if now else None)
+        step, state = tiny.train(
+            model_dir, "TRAIN_STEPS = 8", EVERY_STEP, SAVE_AT.format(4), "DROPOUT_RATE = 0.1", "EVAL_PERIOD = 4"
+        )
     assert step == 8
+    # All lines up to a checkpoint's step are stored before it is saved; the evaluation of step 4 comes after.
+    assert stored == {4: [1, 2, 3, 4], 8: [1, 2, 3, 4, 4, 5, 6, 7, 8]}
     return model_dir, state
 
 

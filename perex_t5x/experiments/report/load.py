@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.metrics import loss_of
+from perex_t5x.metrics import loss_of, read_text
 
 # --- one run's folder -------------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ def read_run(folder: str, name: str, bindings: Mapping[str, str] | None = None) 
     run = LoadedRun(name)
     run.config = parse_gin(_text(os.path.join(folder, "config.gin"))) or dict(bindings or {})
     _from_config(run)
-    _from_metrics(run, _text(os.path.join(folder, "metrics.jsonl")))
+    _from_metrics(run, read_text(folder))
     if run.steps:
         total = lookup(run.config, "TRAIN_STEPS", "train.total_steps")
         run.status = "done" if isinstance(total, int) and run.steps >= total else "stopped"
@@ -219,7 +219,7 @@ def _load(path: str) -> list[RunSet]:
 
 
 def _is_run(path: str) -> bool:
-    return any(os.path.exists(os.path.join(path, name)) for name in ("metrics.jsonl", "config.gin"))
+    return any(os.path.exists(os.path.join(path, name)) for name in ("metrics.jsonl", "metrics", "config.gin"))
 
 
 def _sweep(path: str) -> RunSet:

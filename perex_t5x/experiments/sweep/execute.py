@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -24,7 +25,8 @@ from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.experiments.sweep.directory import Folder, result_of_metrics
 from perex_t5x.experiments.sweep.overview import Overview
 from perex_t5x.experiments.sweep.runs import FAILED, STOPPED, WAITING, Result, Run, absolute
-from perex_t5x.metrics import loss_of
+from perex_t5x.files import is_remote
+from perex_t5x.metrics import loss_of, newest_text
 
 if TYPE_CHECKING:
     from perex_t5x.experiments.sweep.plan import Plan
@@ -200,6 +202,7 @@ def copy_twin(directory: Folder, first: Run, twin: Run, result: Result) -> Resul
 
 
 _PERIOD = 0.2  # seconds between looks
+_REMOTE_PERIOD = 10.0  # seconds between looks into a run's folder in an object store
 
 
 class RunProcess:
@@ -208,6 +211,7 @@ class RunProcess:
     def __init__(self, run: Run, root: str, environment: dict[str, str]):
         self.run, self.folder = run, run.folder(root)
         self._begun = time.monotonic()
+        self._looked, self._made = -math.inf, None
         os.makedirs(self.folder, exist_ok=True)
         self.log = os.path.join(self.folder, "log.txt")
         self.status_file = os.path.join(self.folder, status_lib.FILE)
@@ -219,7 +223,14 @@ class RunProcess:
 
     def progress(self) -> tuple[int, float | None] | None:
         """(step, loss) of the last log line; None before the first."""
-        for line in reversed(subprocesses.read_tail(os.path.join(self.folder, "metrics.jsonl"), 20_000).splitlines()):
+        if not is_remote(self.folder):
+            return self._newest()
+        if time.monotonic() - self._looked > _REMOTE_PERIOD:
+            self._looked, self._made = time.monotonic(), self._newest()
+        return self._made
+
+    def _newest(self) -> tuple[int, float | None] | None:
+        for line in reversed(newest_text(self.folder).splitlines()):
             try:
                 row = json.loads(line)
                 if row["name"] == "train" and (loss := loss_of(row)) is not None:
