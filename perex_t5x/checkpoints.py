@@ -67,7 +67,11 @@ class Checkpointer:
         self._config, self._in_background = config, in_background
         self._model_dir = absolute(model_dir)
         options = ocp.CheckpointManagerOptions(
-            step_prefix=PREFIX, max_to_keep=config.keep if config else None, create=True
+            step_prefix=PREFIX,
+            max_to_keep=config.keep if config else None,
+            create=True,
+            # Half-written ones carry the name of a whole one there, and are paid for.
+            cleanup_tmp_directories=files.is_remote(model_dir),
         )
         self._manager = ocp.CheckpointManager(self._model_dir, options=options)
 
