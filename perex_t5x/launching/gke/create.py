@@ -31,6 +31,9 @@ COMMAND = (
     *("python", "-m", "perex_t5x.launching.worker", f"--jobs={MOUNTED_AT}/{JOBS_FILE}"),
     *("--log_dir=/tmp/perex-logs", "--lock=/tmp/perex-worker.lock"),
 )
+_POLICY = {"maxRestarts", "restartStrategy", "rules"}  # all of them since JobSet v0.7
+# Names of a Secret's keys; its values are never read.
+_KEYS = '--output=go-template={{range $key, $value := .data}}{{$key}}{{"\\n"}}{{end}}'
 # Flags that `Shape` has under the same names.
 _OF_SHAPE = (
     *("image", "namespace", "queue", "priority", "service_account", "grace_seconds", "host_network", "privileged"),
@@ -85,6 +88,7 @@ def planned(request: Request, args: Any) -> list[Planned]:
             chips_per_host=chips_per_host,
             slices=request.slices,
             ttl_seconds=round(args.ttl_hours * 3600),
+            secrets=request.secrets,
             **{name: getattr(args, name) for name in _OF_SHAPE},
         )
         plans.append(Planned(shape, {JOBS_FILE: part.to_json(), **gin}))
@@ -114,6 +118,7 @@ def check_cluster(cluster: Cluster, shape: Shape) -> None:
         ("priorityclass", "priority", shape.priority),
     ):
         problems += _named_problems(cluster, kind, flag, name)
+    problems += _secret_problems(cluster, shape)
     problems += _node_problems(cluster, shape)
     if problems:
         listed = "\n".join(f"- {problem}" for problem in problems)
@@ -123,9 +128,12 @@ def check_cluster(cluster: Cluster, shape: Shape) -> None:
 def _jobset_problems(cluster: Cluster) -> list[str]:
     done = cluster.ask("get", "crd", JOBSETS, "--output=json")
     if done.returncode == 0:
-        if cluster.commands.dry_run or _has_rules(json.loads(done.stdout)):
+        if cluster.commands.dry_run or _failure_policy(json.loads(done.stdout)) >= _POLICY:
             return []
-        return [f"its JobSet is older than v0.6, which cannot restart by exit code. Upgrade it:\n  {INSTALL_JOBSET}"]
+        return [
+            "its JobSet is older than v0.7: it cannot restart by exit code, or starts new pods while former ones still run. "
+            f"Upgrade it:\n  {INSTALL_JOBSET}"
+        ]
     if done.matches(shell.GONE):
         return [f"JobSet is not installed. Install it with:\n  {INSTALL_JOBSET}"]
     if done.matches(shell.FORBIDDEN):
@@ -135,14 +143,14 @@ def _jobset_problems(cluster: Cluster) -> list[str]:
     raise ConfigError(f"kubectl cannot reach the cluster {cluster.context}:\n{done.said}")
 
 
-def _has_rules(crd: dict[str, Any]) -> bool:
-    """Whether the installed JobSet supports rules in its failure policy."""
+def _failure_policy(crd: dict[str, Any]) -> set[str]:
+    """The fields of a failure policy that the installed JobSet knows."""
     try:
         version = next(v for v in crd["spec"]["versions"] if v["name"] == "v1alpha2")
         spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
-        return "rules" in spec["properties"]["failurePolicy"]["properties"]
+        return set(spec["properties"]["failurePolicy"]["properties"])
     except (KeyError, StopIteration):
-        return False
+        return set()
 
 
 def _queue_problems(cluster: Cluster, shape: Shape) -> list[str]:
@@ -203,6 +211,22 @@ def _named_problems(cluster: Cluster, kind: str, flag: str, name: str | None) ->
         return [f"--{flag}={name}: there is no such {kind}{where}."]
     say(f"note: whether the {kind} {name} exists is not known:\n{done.said}")
     return []
+
+
+def _secret_problems(cluster: Cluster, shape: Shape) -> list[str]:
+    """Pods whose Secret or key is missing would wait forever."""
+    problems = []
+    for variable, (secret, key) in shape.secret_keys.items():
+        done = cluster.ask("get", "secret", secret, _KEYS)
+        flag = f"--secret {variable}={shape.secrets[variable]}"
+        if done.matches(shell.GONE):
+            how = f"kubectl --namespace={cluster.namespace} create secret generic {secret} --from-file={key}=FILE"
+            problems.append(f"{flag}: there is no such Secret (namespace {cluster.namespace}). Create it with: {how}")
+        elif done.returncode != 0:
+            say(f"note: whether the Secret {secret} exists is not known:\n{done.said}")
+        elif not cluster.commands.dry_run and key not in (keys := done.stdout.split()):
+            problems.append(f"{flag}: the Secret has no key {key}; it has {', '.join(keys) or 'none'}.")
+    return problems
 
 
 def _node_problems(cluster: Cluster, shape: Shape) -> list[str]:

@@ -155,7 +155,7 @@ def _finished(cluster: Cluster, group: str, states: list[State]) -> int:
     elif Reason.SOME_FAILED in reasons:
         reason, why = Reason.SOME_FAILED, "all runs have ended, some of them failed for good, for example by diverging"
     elif final := reasons.intersection(FINAL_REASONS):
-        reason, why = Reason.ERROR, f"{', '.join(sorted(final))}: a restart would end in the same way"
+        reason, why = sorted(final)[0], f"{', '.join(sorted(final))}: a restart would end in the same way"
     else:
         reason, why = Reason.ERROR, f"given up after {max(state.restarts for state in failed)} restarts"
     say(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -33,6 +33,8 @@ _DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _IMAGE = re.compile(r"[a-z0-9][a-zA-Z0-9._:/-]*(@sha256:[0-9a-f]{64})?")
+_SECRET = re.compile(r"([a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?)[/:]([-._a-zA-Z0-9]{1,253})", re.ASCII)
+RESTART_ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
 _SURELY_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 
 
@@ -48,6 +50,7 @@ class Shape:
       accelerator, topology: the labels of GKE's TPU nodes, such as tpu-v5-lite-podslice and 16x16.
       hosts, chips_per_host: of one slice.
       privileged: a privileged container, which may lock memory for the TPU driver; False: it may only raise that limit.
+      secrets: variable -> SECRET/KEY, a Kubernetes Secret of the namespace and its key.
       others: as the flags of these names.
     """
 
@@ -72,6 +75,7 @@ class Shape:
     ttl_seconds: int = 3 * 24 * 3600
     host_network: bool = False
     privileged: bool = True
+    secrets: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if problems := self._problems():
@@ -81,6 +85,11 @@ class Shape:
     def config_map(self) -> str:
         """Its name, unique to a launch: what an earlier one of that name has left must neither conflict nor be mounted."""
         return f"{self.name}-{self.launch}"
+
+    @property
+    def secret_keys(self) -> dict[str, tuple[str, str]]:
+        """Variable -> (Secret, key)."""
+        return {variable: _SECRET.fullmatch(reference).groups() for variable, reference in self.secrets.items()}
 
     def _problems(self) -> list[str]:
         """All at once."""
@@ -118,6 +127,11 @@ class Shape:
                 f"--slices={self.slices} with {self.topology}, a slice of one host: GKE joins only slices of several "
                 "hosts. Choose a larger topology, or --slices=1."
             )
+        for variable, reference in self.secrets.items():
+            if not _SECRET.fullmatch(reference):
+                problems.append(
+                    f"--secret {variable}={reference}: on GKE the name of a Kubernetes Secret and a key in it: SECRET/KEY."
+                )
         if self.spot and self.reservation:
             problems.append("--spot and --reservation exclude each other.")
         return problems
@@ -153,6 +167,8 @@ def jobset(shape: Shape, command: Sequence[str], paths: Sequence[str]) -> dict[s
             "network": {"enableDNSHostnames": True},
             "failurePolicy": {
                 "maxRestarts": shape.max_restarts,
+                # New pods only when all former ones are gone: one that meets a former coordinator fails with it.
+                "restartStrategy": "BlockingRecreate",
                 "rules": [
                     {"name": "finalExitCode", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
                 ],
@@ -191,6 +207,8 @@ def _job(shape: Shape, command: Sequence[str], paths: Sequence[str]) -> dict[str
 def _pod(shape: Shape, command: Sequence[str], paths: Sequence[str]) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
+        # No run asks Kubernetes for anything; credentials for the bucket come from the metadata server.
+        "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": shape.grace_seconds,
         "nodeSelector": node_selector(shape),
         "containers": [_container(shape, command)],
@@ -243,7 +261,13 @@ def _environment(shape: Shape) -> list[dict[str, Any]]:
 
     The multislice variables are set here: JobSet does not set them.
     """
-    environment: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
+    attempt = {"fieldRef": {"fieldPath": f"metadata.labels['{RESTART_ATTEMPT}']"}}
+    environment: list[dict[str, Any]] = [
+        {"name": "PYTHONUNBUFFERED", "value": "1"},
+        {"name": "PEREX_T5X_ATTEMPT", "valueFrom": attempt},
+    ]
+    for variable, (secret, key) in shape.secret_keys.items():
+        environment.append({"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
     if shape.slices > 1:
         index = {"fieldRef": {"fieldPath": "metadata.annotations['jobset.sigs.k8s.io/job-index']"}}
         environment += [

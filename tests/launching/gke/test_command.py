@@ -155,6 +155,29 @@ def test_pods_run_the_digest_that_the_tag_had_at_the_launch(cluster):
     assert f"  image: eu-docker.pkg.dev/p/r/n@{digest}" in cluster.run("status", "--name=sqrt").stdout.splitlines()
 
 
+def test_secrets_are_references_and_checked_without_their_values(cluster):
+    cluster.scenario(secrets={"hf": ["token"]})
+    for given, words in (
+        ("other/token", "no such Secret"),
+        ("hf/key", "no key key; it has token"),
+        ("hf", "SECRET/KEY"),
+    ):
+        done = cluster.run("--name=sqrt", f"--secret=HF_TOKEN={given}")
+        assert done.returncode == 2 and f"--secret HF_TOKEN={given}" in done.stderr and words in done.stderr
+    assert cluster.created() == []
+    done = cluster.run("--name=sqrt", "--secret=HF_TOKEN=hf/token", "--env=A=$(b)", "--libtpu_args=--xla_a=1")
+    assert done.returncode == 0, done.stderr
+    jobset, config_map = cluster.created()
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    [secret] = [env for env in pod["containers"][0]["env"] if env["name"] == "HF_TOKEN"]
+    assert secret["valueFrom"] == {"secretKeyRef": {"name": "hf", "key": "token"}}
+    work = json.loads(config_map["data"]["file-0"])
+    assert work["environment"] == {"A": "$(b)", "LIBTPU_INIT_ARGS": "--xla_a=1"} and work["secrets"] == ["HF_TOKEN"]
+    cluster.scenario(secrets_forbidden=True)
+    done = cluster.run("--name=other", "--dir=gs://bucket/other", "--secret=HF_TOKEN=hf/token")
+    assert done.returncode == 0 and "whether the Secret hf exists is not known" in done.stderr
+
+
 def test_a_log_that_breaks_off_is_taken_up(cluster):
     cluster.scenario(timeline=["running"] * 8 + ["completed"], log_breaks=True)
     assert cluster.run("--name=sqrt").returncode == 0
@@ -213,7 +236,8 @@ def test_dry_run_prints_what_a_launch_does_and_does_nothing(cluster):
     [
         ({"context": ""}, "no current context"),
         ({"crd": "none"}, "kubectl apply --server-side"),
-        ({"crd": "old"}, "older than v0.6"),
+        ({"crd": "old"}, "older than v0.7"),
+        ({"crd": "v0.6"}, "older than v0.7"),
         ({"queues": ["other"]}, "no such LocalQueue in the namespace default; it has other"),
         (
             {"quota": {"google.com/tpu": "128"}},
@@ -282,7 +306,7 @@ def test_all_slips_of_the_cluster_at_once(cluster):
     assert all(words in done.stderr for words in ("JobSet is not installed", "--queue=q", "=s:", "=p:"))
 
 
-@pytest.mark.parametrize(("code", "status"), [(2, 2), (3, 3), (7, 1), (8, 1), (137, 1)])
+@pytest.mark.parametrize(("code", "status"), [(2, 2), (3, 3), (5, 5), (7, 1), (8, 1), (137, 1)])
 def test_a_failed_jobset_ends_with_the_status_of_its_program(cluster, code, status):
     cluster.scenario(timeline=["running", "failed"], exit_code=code)
     done = cluster.run("--name=sqrt")

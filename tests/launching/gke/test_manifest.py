@@ -43,6 +43,7 @@ SHAPES = {
     "kueue": changed(queue="multislice-queue", priority="high"),
     "all": changed(service_account="perex", host_network=True, slices=16, namespace="team-a", max_restarts=0),
     "not privileged": changed(privileged=False),
+    "secrets": changed(secrets={"HF_TOKEN": "hf/token", "WANDB_API_KEY": "w.b:key.1"}),
     "longest name": changed(name="a" * 40, group="a" * 40, slices=16),
 }
 
@@ -87,6 +88,7 @@ MISTAKES = {
     "number of chips as a number": lambda m: pod_of(m)["containers"][0]["resources"]["limits"].update(memory=1),
     "wrong api": lambda m: m.update(apiVersion="jobset.x-k8s.io/v1"),
     "no template": lambda m: m["spec"]["replicatedJobs"][0].pop("template"),
+    "unknown strategy": lambda m: m["spec"]["failurePolicy"].update(restartStrategy="Blocking"),
     "unknown action": lambda m: m["spec"]["failurePolicy"]["rules"][0].update(action="Fail"),
     "unknown reason": lambda m: m["spec"]["failurePolicy"]["rules"][0].update(onJobFailureReasons=["ExitCode"]),
     "name of a rule": lambda m: m["spec"]["failurePolicy"]["rules"][0].update(name="final-exit"),
@@ -151,6 +153,20 @@ def test_slices_are_told_of_each_other_and_a_single_one_is_not():
     assert "MEGASCALE_SLICE_ID" in two
 
 
+def test_pods_know_their_attempt_and_get_no_token_of_the_cluster():
+    pod = pod_of(made(changed(secrets={"HF_TOKEN": "hf/token"})))
+    assert pod["automountServiceAccountToken"] is False
+    environment = {env["name"]: env.get("valueFrom") for env in pod["containers"][0]["env"]}
+    assert environment["PEREX_T5X_ATTEMPT"] == {
+        "fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}
+    }
+    assert environment["HF_TOKEN"] == {"secretKeyRef": {"name": "hf", "key": "token"}}
+
+
+def test_new_pods_wait_until_the_former_ones_are_gone():
+    assert made(V5E_256)["spec"]["failurePolicy"]["restartStrategy"] == "BlockingRecreate"
+
+
 def _outcome(jobset: dict, exit_code: int | None) -> str:
     """What Job and JobSet controllers do with a pod that ends so; None is an eviction."""
     job, reason = _job(jobset), "BackoffLimitExceeded"
@@ -176,7 +192,7 @@ def test_restarts_by_exit_code(exit_code, action):
 
 @pytest.mark.parametrize("reason", [reason for reason in Reason if reason is not Reason.DONE])
 def test_only_ends_that_would_repeat_themselves_are_final(reason):
-    final = reason in (Reason.CONFIGURATION, Reason.SOME_FAILED, Reason.DIVERGED)
+    final = reason in ("configuration", "some_failed", "diverged", "no_progress")
     assert _outcome(made(V5E_256), reason.exit_code) == ("FailJobSet" if final else "RestartJobSet")
     assert not (final and reason.retryable)
 
@@ -205,6 +221,8 @@ def test_kueue_gets_its_label_and_suspends_by_itself():
         ({"max_restarts": 2**31}, "--max_restarts"),
         ({"ttl_seconds": 10**30}, "--ttl_hours"),
         ({"namespace": "team.a"}, "--namespace"),
+        ({"secrets": {"A": "hf"}}, "--secret A=hf"),
+        ({"secrets": {"A": "Hf/token"}}, "SECRET/KEY"),
     ],
 )
 def test_slips_are_named(values, words):
