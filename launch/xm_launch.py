@@ -4,7 +4,7 @@
 xmanager launch launch/xm_launch.py -- --sweep=sweeps/learning_rate.gin --executor=local --parallel=2
 xmanager launch launch/xm_launch.py -- --gin_file=runs/quickstart.gin --gin.MODEL_DIR=runs/one
 
-With --executor=vertex also --image, with --executor=gke all flags of launch/gke.py.
+With --executor=gke all flags of launch/gke.py.
 """
 
 import sys

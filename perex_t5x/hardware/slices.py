@@ -142,10 +142,7 @@ class Slice:
     ) -> Slice:
         """From a name such as v5e:16x16, v5e-256 or v5litepod-256; the other arguments override the table's facts."""
         if re.split("[:-]", name.strip().lower())[0] in ("v2", "v3"):
-            raise ConfigError(
-                f"--topology={name}: chips before v4 are not supported here; known are {', '.join(CHIPS)}. XManager's "
-                "Vertex executor supports v2 and v3, see docs/launch_xmanager.md."
-            )
+            raise ConfigError(f"--topology={name}: chips before v4 are not supported; known are {', '.join(CHIPS)}.")
         topology = canonical_topology(name)
         chip = chip_of_topology(topology)
         if price is not None and not price >= 0:

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from perex_t5x.launching.spec import Work
 
 FILES = ("launch/Dockerfile", "launch/.dockerignore")
 _REPOSITORY = re.compile(r"[a-z0-9.-]+(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)+")
-_IMAGE = re.compile(_REPOSITORY.pattern + r"(:[\w][\w.-]{0,127}|@sha256:[0-9a-f]{64})", re.ASCII)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 # Registries that gcloud can read.
 _OF_GOOGLE = re.compile(r"([a-z0-9-]+-docker\.pkg\.dev|([a-z]+\.)?gcr\.io)/.*")
@@ -87,23 +86,12 @@ def check_repository(repository: str | None) -> str:
     return repository
 
 
-def check_image(image: str) -> str:
-    """
-    >>> check_image("europe-docker.pkg.dev/my-project/perex/perex:1ced5d4")
-    'europe-docker.pkg.dev/my-project/perex/perex:1ced5d4'
-    """
-    if not _IMAGE.fullmatch(image):
-        raise ConfigError(f"--image={image!r}: write HOST/PROJECT/REPOSITORY/NAME:TAG.")
-    return image
-
-
 def context(
     target: str,
     files: bundle.Checkout,
     commands: Commands,
     with_package: Sequence[str] = (),
     allow_uncommitted: bool = False,
-    gin_files: Mapping[str, str] | None = None,
 ) -> str:
     """The folder that Docker builds from: the Dockerfile, a wheel of the committed files, what it requires.
 
@@ -113,8 +101,7 @@ def context(
     texts = {os.path.basename(name): _text(files, name, allow_uncommitted) for name in FILES}
     if not commands.dry_run:
         os.makedirs(target, exist_ok=True)
-    work = Work("image", "", (), gin_files=gin_files or {})
-    folder = bundle.build(work, target, files, commands, with_package, archive=False)
+    folder = bundle.build(Work("image", "", ()), target, files, commands, with_package, archive=False)
     for name, text in texts.items():
         commands.write(os.path.join(folder, name), text)
     return folder

@@ -75,11 +75,8 @@ def checkout(tmp_path, monkeypatch):
 
 @pytest.fixture
 def context(checkout, tmp_path):
-    own = tmp_path / "own.gin"
-    own.write_text("A = 1\n")
     files = bundle.checkout(root=str(checkout))
-    made = image.context(str(tmp_path / "t"), files, Commands(), ["mine"], gin_files={"mine/own.gin": str(own)})
-    return Path(made)
+    return Path(image.context(str(tmp_path / "t"), files, Commands(), ["mine"]))
 
 
 def test_everything_that_is_copied_is_there(context):
@@ -87,7 +84,6 @@ def test_everything_that_is_copied_is_there(context):
     assert there == {
         "commit.txt",
         "constraints.txt",
-        "gin_files/mine/own.gin",
         "packages/mine-1.0-py3-none-any.whl",
         bundle.WHEEL,
         "requirements_build.txt",
@@ -124,12 +120,14 @@ def test_the_shell_installs_by_hash_then_packages_under_the_constraints(context,
 
 
 def test_it_installs_as_tpu_vms_do():
+    """In the same order: by hash, the wheel, packages under the constraints, and a check."""
     remote = pytest.importorskip("perex_t5x.launching.gcloud.remote")
-    [line] = [part for part in remote.install("a").split("; ") if "pip install" in part and "--constraint" in part]
-    words = shlex.split(line)
-    words = words[words.index("pip") :]
-    assert words[:4] == ["pip", "install", "--quiet", "--constraint=constraints.txt"]
-    assert words[4] == f"./{bundle.WHEEL}[tpu]"
+    lines = [part for part in remote.install("a").split("; ") if " -m pip " in part]
+    given = [shlex.split(line[line.index(" -m pip ") + 8 :]) for line in lines]
+    installs = [tuple(w for w in words[1:] if w != "--quiet") for words in given if words[0] == "install"]
+    positions = [next(i for i, found in enumerate(installs) if set(step) <= set(found)) for step in bundle.PIP_STEPS]
+    packages = next(i for i, found in enumerate(installs) if "--constraint=constraints.txt" in found)
+    assert positions == sorted(positions) and packages > positions[1]
 
 
 def test_the_base_is_the_python_that_the_constraints_are_for():
@@ -219,8 +217,7 @@ def test_tags_differ_for_different_contents(tmp_path):
     tags.append(image.tag(str(tmp_path), dirty, Commands(), more=True))
     assert len({"0123456789ab", *tags}) == 4
     assert image.tag(str(tmp_path), dirty, Commands(), more=True) == tags[-1]
-    for made in tags:
-        assert image.check_image(f"{NAME}:{made}")
+    assert all(re.fullmatch(r"[\w][\w.-]{0,127}", made) for made in tags)
 
 
 def test_a_tag_becomes_the_digest_that_its_registry_has(tmp_path, monkeypatch, capsys):
@@ -283,9 +280,3 @@ def test_two_builds_of_one_commit_take_turns(tmp_path, monkeypatch):
 def test_repositories_that_are_refused(name):
     with pytest.raises(ConfigError):
         image.check_repository(name)
-
-
-@pytest.mark.parametrize("name", ["host/a", "host/a:$(x)", "host/a: b", "host/a:b;c"])
-def test_images_that_are_refused(name):
-    with pytest.raises(ConfigError):
-        image.check_image(name)

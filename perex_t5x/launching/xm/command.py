@@ -21,16 +21,15 @@ from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.launching.request import define_launch_flags
 from perex_t5x.launching.shell import say
 
-EXECUTORS = ("local", "vertex", "gke")
+EXECUTORS = ("local", "gke")
 
 
 def define_flags() -> None:
     define_launch_flags()
-    flags.DEFINE_string("executor", "local", "Where the runs are executed: local (this machine), vertex, or gke.")
+    flags.DEFINE_string("executor", "local", "Where the runs are executed: local (this machine), or gke.")
     flags.DEFINE_integer("parallel", None, "With --executor=local: number of runs at once; default 1.")
     flags.DEFINE_bool("print_commands", False, "Check a sweep, print the command of every run, and stop.")
     flags.DEFINE_bool("follow", False, "With --executor=local: if this is running already, follow it.")
-    flags.DEFINE_string("repository", None, "With --executor=vertex: where an image of this checkout is pushed.")
     with contextlib.suppress(ImportError):  # those of launch/gke.py, to which --executor=gke passes them
         from perex_t5x.launching.gke import command as gke_command
 
@@ -64,15 +63,20 @@ def _from_xmanager() -> int:
 
 def launch(args: Any) -> int:
     """The command, under `xmanager launch` and by itself."""
+    if args.executor == "vertex":
+        raise ConfigError(
+            "--executor=vertex is gone: XManager 0.8.5 requests nothing newer than TPU v3 from Vertex AI. To run on TPU "
+            f"VMs, or on a GKE cluster:\n{other_launchers(args)}"
+        )
     if args.executor not in EXECUTORS:
         raise ConfigError(
             f"--executor={args.executor}: known are {', '.join(EXECUTORS)}.{did_you_mean(args.executor, EXECUTORS)}"
         )
     if args.executor == "gke":
         return hand_over_to_gke()
-    from perex_t5x.launching.xm import local, vertex
+    from perex_t5x.launching.xm import local
 
-    return (local if args.executor == "local" else vertex).launch(args)
+    return local.launch(args)
 
 
 # --- --gin.NAME=VALUE and --sweep.NAME=VALUE under `xmanager launch`, which reads flags before a script does ---
@@ -119,11 +123,12 @@ def reparsed(argv: Sequence[str] | None = None) -> list[str]:
 
 
 # --- what XManager's executors cannot do, our own launchers do ------------------------------------------------------
-# XManager 0.8.5's Vertex executor knows only TPU v2 and v3. Its Kubernetes executor creates one pod per job and requests no
-# TPUs (google.com/tpu) in it, so it cannot run a slice of several hosts.
+# XManager 0.8.5's Vertex executor knows only TPU v2 and v3: machine type and tpuTopology of a newer chip cannot be given to
+# it, and a custom job made without it would not be in XManager's records. Its Kubernetes executor makes one pod per job and
+# requests no TPUs (google.com/tpu) in it, so it cannot run a slice of several hosts.
 
 # Only of launch/xm_launch.py.
-_OWN = ("executor", "parallel", "print_commands", "follow", "repository")
+_OWN = ("executor", "parallel", "print_commands", "follow")
 
 
 def given(argv: Sequence[str] | None = None, without: Sequence[str] = ()) -> list[str]:
@@ -141,7 +146,7 @@ def given(argv: Sequence[str] | None = None, without: Sequence[str] = ()) -> lis
             continue
         if not arg.startswith("-") or not {name, bare} & {*_OWN, *without}:
             kept.append(arg)
-        elif not value and name in ("executor", "parallel", "image", "repository"):
+        elif not value and name in ("executor", "parallel", "image"):
             next(rest, None)  # its value is the next argument
     return kept
 

@@ -8,6 +8,7 @@ which work unit is which run, with its process and settings.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import io
 import json
@@ -65,7 +66,7 @@ class Experiment:
         try:
             if self._made is not None:
                 close_quietly(self._made, *exc)
-                _forget_ended_jobs()
+                _exit_quietly()
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -231,11 +232,12 @@ def close_quietly(experiment: Any, *exc: Any) -> None:
         experiment.__exit__(*exc)
 
 
-def _forget_ended_jobs() -> None:
-    """Otherwise XManager prints at exit that it terminates jobs "that may still be running"."""
-    import atexit
+def _exit_quietly() -> None:
+    """Otherwise XManager prints at exit that it terminates jobs "that may still be running", although all have ended."""
 
-    from xmanager.xm_local import execution
+    def silence() -> None:  # runs before what was registered earlier, XManager's among it
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        sys.stdout = io.StringIO()
 
-    if (tell := getattr(execution, "_terminate_local_jobs", None)) is not None:
-        atexit.unregister(tell)
+    atexit.register(silence)

@@ -96,7 +96,7 @@ def test_two_runs_of_a_sweep_through_xmanager(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--executor=vertx"], "Did you mean 'vertex'?"),
+        (["--executor=loca"], "Did you mean 'local'?"),
         (["--executor=local", "--topology=v5e-8"], "--topology does not apply to --executor=local"),
         (["--executor=local", "hello"], "'hello' is not a flag"),
     ],
