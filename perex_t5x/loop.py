@@ -27,6 +27,7 @@ from perex_t5x.cli import status
 from perex_t5x.cli.progress import Progress
 from perex_t5x.data.device_batches import prefetch
 from perex_t5x.errors import DivergedError
+from perex_t5x.goodput import Recorder
 from perex_t5x.metrics import MetricSums, MetricsWriter, flops_per_step, loss_metric, model_flops_utilization, summarize
 from perex_t5x.monitoring import shown
 from perex_t5x.trainer import Trainer, TrainState
@@ -103,6 +104,7 @@ class Loop:
         step has a schedule of its own.
       progress: makes what shows the progress, from (first step, last step).
       stop: asks the loop from another thread to save and stop; None: Ctrl-C and SIGTERM do.
+      recorder: of the run's goodput; None: one that is not stored.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Loop:
         learning_rates: Sequence[float] | None = None,
         progress: Callable[[int, int], AbstractContextManager[Any]] | None = None,
         stop: threading.Event | None = None,
+        recorder: Recorder | None = None,
     ):
         self._trainer, self._step_fn, self._feed = trainer, step_fn, feed
         self._evaluators, self._checkpointer, self._writer = evaluators, checkpointer, writer
@@ -132,6 +135,7 @@ class Loop:
         self._monitor_fn, self._learning_rates = monitor_fn, learning_rates
         self._make_progress = progress or functools.partial(Progress, enabled=distributed.is_writer())
         self._stop = stop
+        self._recorder = recorder or Recorder()
         self._sums = MetricSums(trainer.model)
         self._clock = _Stopwatch()
         self._pending: tuple[int, Any] | None = None
@@ -147,13 +151,16 @@ class Loop:
         shardings = {name: sharding for name in self._feed.element_spec}
         batches = prefetch(self._feed, step, shardings)
         self._clock.start()
+        self._recorder.write(self._writer.put)
         try:
             with self._make_progress(step, self._last_step) as self._progress, Interrupts(self._stop) as interrupts:
                 first = step
                 while step < self._last_step:
                     # A stream may fill its buffers before the first batch.
                     distributed.doing(f"reading the batch of step {step + 1}", patient=step == first)
-                    _, batch = next(batches)
+                    with self._recorder.phase("data"):
+                        _, batch = next(batches)
+                    self._recorder.step(step + 1)
                     distributed.doing(f"making step {step + 1}", patient=step == first)
                     self._profile(step)
                     measured = self._measure(step + 1, state, batch)  # the step takes the state's buffers
@@ -170,7 +177,7 @@ class Loop:
                     self._after_step(step, state, stopping)
                     if stopping or interrupts.stop_here():  # the signal may have come during an evaluation
                         self._save(step, state, last=True)
-                        self._checkpointer.wait()
+                        self._wait_for_checkpoint()
                         raise KeyboardInterrupt(self._farewell(step))
                 distributed.doing("finishing", patient=True)
         except Exception as e:
@@ -178,8 +185,13 @@ class Loop:
             raise
         finally:
             batches.close()
-        self._checkpointer.wait()
+        self._wait_for_checkpoint()
+        self._recorder.done()
         return state
+
+    def _wait_for_checkpoint(self) -> None:
+        with self._recorder.phase("save"):
+            self._checkpointer.wait()
 
     def _farewell(self, step: int) -> str:
         if not self._checkpointer.is_due(step, last=True):
@@ -193,10 +205,12 @@ class Loop:
         """Waits until everything is stored."""
         if self._profiling:
             jax.profiler.stop_trace()
-        try:
-            self._checkpointer.close()
-        finally:
-            self._writer.close()
+        with self._recorder.phase("save"):
+            try:
+                self._checkpointer.close()
+            finally:
+                self._recorder.write(self._writer.put)
+                self._writer.close()
 
     def _measure(self, step: int, state: TrainState, batch: Any) -> tuple[Any, Any] | None:
         """The monitor's averages and values at its steps; None between."""
@@ -215,9 +229,11 @@ class Loop:
             return
         self._read_pending()  # also sees that the loss is finite before anything is saved
         with self._clock.paused():
-            self._save(step, state, last)
+            with self._recorder.phase("save"):
+                self._save(step, state, last)
             if evaluate:
-                self._evaluate(step, state.params)
+                with self._recorder.phase("evaluate"):
+                    self._evaluate(step, state.params)
 
     def _save(self, step: int, state: TrainState, last: bool) -> None:
         """Saves if it is due. Parameters that are not finite are neither saved nor a run's result.
@@ -235,6 +251,7 @@ class Loop:
             self._writer.flush_lines()  # what a checkpoint has behind it is not written again after a crash
             run = {**self._run_info, "data": self._feed.position(step)}
             self._checkpointer.save(state, run, self._feed if self._feed.has_state else None)
+            self._recorder.write(self._writer.put)
 
     def _advice(self) -> str:
         newest = self._checkpointer.latest_step()
@@ -283,7 +300,10 @@ class Loop:
         mfu = model_flops_utilization(
             self._flops, timing["timing/steps_per_second"], devices.flat[0].device_kind, devices.size
         )
-        self._writer.write("train", step, {**self._sums.summary(), **timing, **mfu, **scalars, **self._skipped()})
+        goodput = self._recorder.goodput().metrics
+        values = {**self._sums.summary(), **timing, **mfu, **goodput, **scalars, **self._skipped()}
+        self._writer.write("train", step, values)
+        self._recorder.write(self._writer.put, due=False)
         self._sums = MetricSums(self._trainer.model)
 
     def _skipped(self) -> dict[str, float]:

@@ -29,9 +29,11 @@ import jax
 from absl import logging
 
 from perex_t5x import checkpoints, distributed, evaluation, gin_utils, loop, run_dir
+from perex_t5x.cli import status
 from perex_t5x.data import lookup
 from perex_t5x.data.feed import Feed, batch_spec, make_feed
 from perex_t5x.errors import ConfigError
+from perex_t5x.goodput import Recorder, process_begun
 from perex_t5x.metrics import MetricsWriter
 from perex_t5x.models import protocol
 from perex_t5x.partitioning import PjitPartitioner
@@ -152,6 +154,7 @@ class Training:
 
     def __init__(self, arguments: Mapping[str, Any], setup: Setup | None = None):
         self._begun = time.monotonic()
+        self._recorder = Recorder(process_begun() if status.is_single_run() else None)
         args = self._args = types.SimpleNamespace(**arguments)
         if not isinstance(args.model_dir, str) or not args.model_dir:
             raise ConfigError(
@@ -261,18 +264,23 @@ class Training:
         init_begun = time.monotonic()
         seed = saved.get("random_seed", args.random_seed)
         seed = distributed.draw_seed() if seed is None else seed
-        state = self._initial_state(programs.init, seed)
+        with self._recorder.phase("restore"):
+            state = self._initial_state(programs.init, seed)
+            first_step = int(state.step)
         init_seconds = time.monotonic() - init_begun
-        step_fn, compile_seconds = programs.step.result()
-        monitor_fn = programs.monitor.result()
+        with self._recorder.phase("compile"):  # the part of it that is waited for
+            step_fn, compile_seconds = programs.step.result()
+            monitor_fn = programs.monitor.result()
         writer = MetricsWriter(self.model_dir, enabled=distributed.is_writer())
-        writer.forget_after(int(state.step))
+        reached = writer.forget_after(first_step)
+        if distributed.is_writer() and first_step < self.last_step:
+            self._recorder.follow(self.model_dir, first_step, reached)
         timing = {
             "timing/compilation_seconds": compile_seconds,
             "timing/init_or_restore_seconds": init_seconds,
             "timing/start_seconds": time.monotonic() - self._begun,
         }
-        writer.write("train", int(state.step), timing)
+        writer.write("train", first_step, timing)
         run = loop.Loop(
             trainer=setup.trainer,
             step_fn=step_fn,
@@ -287,6 +295,7 @@ class Training:
             profile_steps=args.profile_steps,
             model_dir=self.model_dir,
             monitor_fn=monitor_fn,
+            recorder=self._recorder,
             **options,
         )
         try:

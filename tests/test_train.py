@@ -17,6 +17,7 @@ import pytest
 from perex_t5x import checkpoints, loop, metric_files
 from perex_t5x.cli.progress import Progress
 from perex_t5x.errors import ConfigError, TrainingError
+from perex_t5x.goodput import Recorder
 from tests import tiny
 
 EVERY_STEP = "train_script.train.stats_period = 1"
@@ -381,6 +382,7 @@ def test_loop_reads_metrics_one_step_late():
             self._feed = type("F", (), {"element_spec": {}, "batch": lambda self, step, sharding: {}})()
             self._clock = loop._Stopwatch()
             self._checkpointer = type("C", (), {"wait": lambda self: None})()
+            self._writer, self._recorder = None, Recorder()
             self._step_fn = self.dispatch
 
         def dispatch(self, state, batch):

@@ -106,6 +106,11 @@ def is_run() -> None:
     _is_run = True
 
 
+def is_single_run() -> bool:
+    """Whether this process is one run, from its start to its end."""
+    return _is_run
+
+
 def in_folder(folder: str) -> None:
     """Once the folder of a run is known, and will be written: the status goes there, too."""
     global _folder

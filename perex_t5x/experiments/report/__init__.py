@@ -11,7 +11,7 @@ def make(paths: Sequence[str], *, title: str | None = None, figures: str | None 
     Raises `ConfigError` for folders that are missing or hold no runs, all at once.
     """
     # Here, since `python -m` imports this module before it can say that an extra is missing.
-    from perex_t5x.experiments.report import basins, collapse, curves, dataset, load, noise
+    from perex_t5x.experiments.report import basins, collapse, curves, dataset, goodput_bars, load, noise
     from perex_t5x.experiments.report import page as pages
     from perex_t5x.experiments.report import plot as plots
 
@@ -24,6 +24,7 @@ def make(paths: Sequence[str], *, title: str | None = None, figures: str | None 
         collapse.collapse_plot(data),
         noise.noise_scale(data),
         noise.snr_histograms(data),
+        goodput_bars.goodput_bars(data),
     ]
     if figures:
         drawn = [plot for plot in all_plots if isinstance(plot, plots.Plot)]

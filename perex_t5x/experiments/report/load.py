@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from perex_t5x.errors import ConfigError
+from perex_t5x.goodput import Goodput
+from perex_t5x.goodput import of_run as goodput_of_run
 from perex_t5x.metrics import loss_of, read_text
 
 # --- one run's folder -------------------------------------------------------------------------------------------------
@@ -54,6 +56,7 @@ class LoadedRun:
     evaluation: Curve = _EMPTY
     training: Curve = _EMPTY
     monitored: dict[str, Curve] = dataclasses.field(default_factory=dict)
+    goodput: Goodput | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -79,6 +82,7 @@ def read_run(folder: str, name: str, bindings: Mapping[str, str] | None = None) 
     run.config = parse_gin(_text(os.path.join(folder, "config.gin"))) or dict(bindings or {})
     _from_config(run)
     _from_metrics(run, read_text(folder))
+    run.goodput = goodput_of_run(folder)
     if run.steps:
         total = lookup(run.config, "TRAIN_STEPS", "train.total_steps")
         run.status = "done" if isinstance(total, int) and run.steps >= total else "stopped"

@@ -185,7 +185,7 @@ def copy_twin(directory: Folder, first: Run, twin: Run, result: Result) -> Resul
     """Copies what `first` has written, except checkpoints, into the twin's folder; returns its result."""
     source, target = directory.path("runs", first.name), directory.path("runs", twin.name)
     shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("checkpoint_*", "result.json*"))
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("checkpoint_*", "result.json*", "goodput"))
     config = os.path.join(target, "config.gin")
     if os.path.exists(config):
         with open(config, encoding="utf-8") as f:

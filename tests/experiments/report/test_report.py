@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
+from perex_t5x import goodput
 from perex_t5x.errors import ConfigError
 from perex_t5x.experiments import report
-from perex_t5x.experiments.report import basins, collapse, curves, dataset, load, noise, page
+from perex_t5x.experiments.report import basins, collapse, curves, dataset, goodput_bars, load, noise, page, plot
 from perex_t5x.experiments.report.__main__ import main
 from perex_t5x.experiments.report.plot import LeftOut
 from tests.experiments.report.support import basin_runs, scaling_runs, write_run, write_sweep
@@ -100,7 +101,7 @@ def test_noise_and_snr_of_monitored_runs(tmp_path):
 def test_plots_without_data_say_why(tmp_path):
     write_run(tmp_path / "one", evaluate=False)
     html = report.make([str(tmp_path / "one")])
-    assert html.count("Not drawn:") == 4 and "no run was monitored" in html
+    assert html.count("Not drawn:") == 5 and "no run was monitored" in html
     assert "No run has evaluated: the curves are train losses." in html
     data = data_of(tmp_path / "one")
     assert isinstance(basins.rate_loss_basins(data), LeftOut) and data.runs[0].final_loss is None
@@ -208,6 +209,26 @@ def test_problems_are_reported_at_once(tmp_path):
     with pytest.raises(ConfigError) as e:
         load.load_folders([str(tmp_path / name) for name in ("missing", "empty", "broken")])
     assert re.search(r"1\. .*no such folder(.|\n)*2\. .*no sweep\.json(.|\n)*3\. .*cannot be read", str(e.value))
+
+
+def test_goodput_is_a_bar_for_each_run(tmp_path):
+    for name, begun in (("a", 1000), ("b", 2000)):
+        write_run(tmp_path / name)
+        (tmp_path / name / "goodput").mkdir()
+        for i in range(2):
+            attempt = goodput.Attempt(begun + 10_000 * i, {"start": 500, "steps": 4500}, 0, 5)
+            (tmp_path / name / "goodput" / f"{i}.json").write_text(attempt.to_json())
+    write_run(tmp_path / "before_it_was_recorded")
+    data = data_of(tmp_path)
+    drawn = goodput_bars.goodput_bars(data)
+    shares = {(row[0], row[1]): row[4] for row in drawn.rows}
+    assert shares["a", "productive steps"] == 9 / 15 and shares["b", "down"] == 5 / 15 and len(shares) == 6
+    assert drawn.sentence.startswith("All 2 runs together: goodput 60.0 % of 30 s in 4 attempts; down 33.3 %, starting")
+    colours = [entry.light for entry in drawn.legends["phase"][1]]
+    assert len(set(colours)) == len(goodput.PHASES)
+    svg, _ = plot.write_figures(str(tmp_path / "figures"), [drawn], plot.group_fields(data))
+    assert "productive steps" in open(svg, encoding="utf-8").read()
+    assert '"id":"goodput"' in report.make([str(tmp_path)])
 
 
 def test_the_command_writes_a_page_and_figures(tmp_path, capsys):

@@ -26,7 +26,9 @@ def rows(folder):
     with open(f"{folder}/metrics.jsonl", encoding="utf-8") as f:
         for line in f:
             row = json.loads(line)
-            values = {k: v for k, v in row.items() if not k.startswith("timing/") and k not in ("step", "name")}
+            values = {
+                k: v for k, v in row.items() if not k.startswith(("timing/", "goodput/")) and k not in ("step", "name")
+            }
             if values:
                 found[row["name"], row["step"]] = values
     return found
