@@ -382,7 +382,7 @@ def test_loop_reads_metrics_one_step_late():
             self._feed = type("F", (), {"element_spec": {}, "batch": lambda self, step, sharding: {}})()
             self._clock = loop._Stopwatch()
             self._checkpointer = type("C", (), {"wait": lambda self: None})()
-            self._writer, self._recorder = None, Recorder()
+            self._writer, self._recorder = type("W", (), {"put": None}), Recorder()
             self._step_fn = self.dispatch
 
         def dispatch(self, state, batch):
