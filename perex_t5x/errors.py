@@ -30,6 +30,8 @@ class Reason(enum.StrEnum):
     UNREACHABLE = "unreachable"  # at the start: processes did not find each other, or storage did not answer
     PEER_LOST = "peer_lost"  # another process of the run died, hangs or cannot be reached any more
     NO_SPACE = "no_space"  # the disk or the quota is full
+    NO_PROGRESS = "no_progress"  # of a launch: several attempts in a row began at the same step and failed
+    STOPPED = "stopped"  # of a launch: all hosts were asked to stop, and nobody is to restart them
     TIMEOUT = "timeout"  # a supervisor's time limit
     INTERRUPTED = "interrupted"  # asked to stop, by Ctrl-C or SIGTERM
     KILLED = "killed"  # by a signal; such a process leaves no status
@@ -39,9 +41,18 @@ class Reason(enum.StrEnum):
         return _EXIT_CODES[self]
 
     @property
+    def final(self) -> bool:
+        """Whether a restart without any change would be pointless: launchers end, and do not restart."""
+        return self in _FINAL
+
+    @property
     def retryable(self) -> bool:
-        """Whether the same command, started again, may get further without any change."""
-        return self in _RETRYABLE
+        """Whether the same command, started again, may get further without any change.
+
+        A full disk and a folder in use are among these: another host has an empty disk, and the folder may be free by then.
+        A launch in which they persist ends with `NO_PROGRESS`.
+        """
+        return self is not Reason.DONE and self not in _FINAL
 
     @classmethod
     def of_exit_code(cls, code: int) -> Reason:
@@ -61,11 +72,13 @@ _EXIT_CODES = {
     Reason.UNREACHABLE: 6,
     Reason.PEER_LOST: 7,
     Reason.NO_SPACE: 8,
+    Reason.NO_PROGRESS: 9,
+    Reason.STOPPED: 10,
     Reason.TIMEOUT: 124,  # as of `timeout`(1)
     Reason.INTERRUPTED: 130,  # as of a shell after Ctrl-C
     Reason.KILLED: 137,  # of SIGKILL; other signals have 128 + their number
 }
-_RETRYABLE = frozenset({Reason.ERROR, Reason.UNREACHABLE, Reason.PEER_LOST, Reason.INTERRUPTED, Reason.KILLED})
+_FINAL = frozenset({Reason.CONFIGURATION, Reason.SOME_FAILED, Reason.DIVERGED, Reason.NO_PROGRESS, Reason.STOPPED})
 
 
 class ConfigError(ValueError):

@@ -21,7 +21,9 @@ def test_codes_of_other_programs(code, reason):
 
 def test_what_may_pass_and_what_will_not():
     retried = {reason for reason in Reason if reason.retryable}
-    assert retried == {Reason.ERROR, Reason.UNREACHABLE, Reason.PEER_LOST, Reason.INTERRUPTED, Reason.KILLED}
+    assert retried == {Reason.ERROR, Reason.UNREACHABLE, Reason.PEER_LOST, Reason.INTERRUPTED, Reason.KILLED,
+                       Reason.BUSY, Reason.NO_SPACE, Reason.TIMEOUT}  # fmt: skip
+    assert {reason for reason in Reason if reason.final} == set(Reason) - retried - {Reason.DONE}
 
 
 def test_every_error_class_carries_its_reason():

@@ -23,7 +23,9 @@ from perex_t5x import files
 from perex_t5x.errors import Reason
 
 VARIABLE = "PEREX_T5X_STATUS_FILE"
+STEP_VARIABLE = "PEREX_T5X_STEP_FILE"  # a local file that holds the last step, for whoever supervises a running process
 FILE = "status.json"
+_STEP_SECONDS = 5.0  # between two writes of the last step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Status:
       step: the last step that was dispatched; None before the first.
       time: seconds since 1970.
       process_index, host: which process of the run, and where.
+      caused_by: the process of the run because of which this one ends, if it is known.
     """
 
     reason: Reason
@@ -47,6 +50,7 @@ class Status:
     time: float = 0.0
     process_index: int = 0
     host: str = ""
+    caused_by: int | None = None
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
@@ -88,13 +92,16 @@ _folder: str | None = None
 _file: str | None = None
 _step: int | None = None
 _process_index = 0
+_step_file: str | None = None
+_step_written = float("-inf")
 
 
 def begin() -> None:
     """At the start of a command. The variable is taken out of the environment: it is not for this process's children."""
-    global _is_run, _folder, _file, _step, _process_index
+    global _is_run, _folder, _file, _step, _process_index, _step_file
     _is_run, _folder, _step, _process_index = False, None, None, 0
     _file = os.environ.pop(VARIABLE, None)
+    _step_file = os.environ.pop(STEP_VARIABLE, None)
     if _file is not None:
         with contextlib.suppress(OSError):
             os.unlink(_file)
@@ -132,14 +139,25 @@ def is_process(index: int) -> None:
 
 def at_step(step: int) -> None:
     """That a step has been dispatched."""
-    global _step
+    global _step, _step_written
     _step = step
+    if _step_file is not None and time.monotonic() - _step_written > _STEP_SECONDS:
+        _step_written = time.monotonic()
+        with contextlib.suppress(OSError), open(_step_file, "w", encoding="utf-8") as f:
+            f.write(str(step))
 
 
-def write(reason: Reason, message: str = "", *, finding: str = "", step: int | None = None) -> Status:
+def write(
+    reason: Reason,
+    message: str = "",
+    *,
+    finding: str = "",
+    step: int | None = None,
+    caused_by: int | None = None,
+) -> Status:
     """Writes how this process ends, wherever that is wanted. Never raises: a status is not worth an error."""
     step, host = _step if step is None else step, socket.gethostname()
-    status = Status(reason, reason.exit_code, message, finding, step, time.time(), _process_index, host)
+    status = Status(reason, reason.exit_code, message, finding, step, time.time(), _process_index, host, caused_by)
     if _file is not None:
         with contextlib.suppress(Exception):
             files.write_atomically(_file, status.to_json() + "\n")

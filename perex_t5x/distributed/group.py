@@ -237,7 +237,7 @@ class Group:
             if shown:
                 print(shown, file=sys.stderr, flush=True)
         if said_by_others:
-            status.write(verdict.reason, verdict.text)
+            status.write(verdict.reason, verdict.text, caused_by=verdict.process)
         # Talking blocks if process 0 is suspended.
         telling = threading.Thread(target=self._tell, args=(verdict,), daemon=True)
         telling.start()

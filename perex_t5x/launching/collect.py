@@ -11,11 +11,32 @@ from perex_t5x.experiments.sweep.directory import Folder, result_of_metrics
 from perex_t5x.experiments.sweep.runs import DONE, FAILED, Result, Run
 from perex_t5x.files import write_atomically
 from perex_t5x.launching import names, shell
+from perex_t5x.launching.launch_folder import HostError, LaunchFolder
 from perex_t5x.launching.shell import Commands, say
 from perex_t5x.launching.spec import Work
 from perex_t5x.launching.worker import command_fingerprint, read_mark
 
 _LEFT_OUT = r"(.*/)?((checkpoint_[^/]*|\.jax_cache)/.*|bundle\.tar\.gz)$"
+
+
+def first_error(root: str, name: str, attempt: str | None = None) -> HostError | None:
+    """The error of a launch that came first, of all hosts; None if no host has reported one.
+
+    An error that reports the end of another process comes after those that do not, since hosts' clocks differ a little.
+
+    Args:
+      root: the folder of the sweep or the run.
+      name: of the launch.
+      attempt: one start of the hosts; None: the newest in which a job failed.
+
+    `str()` of it is 'host 37 (slice 0), 12:03:11.201, RUN: error (exit code 1): ValueError: ...'; its `traceback` has
+    the rest. Launchers show it before they delete a slice.
+    """
+    folder = LaunchFolder.of(root, name)
+    for one in [attempt] if attempt else reversed(folder.attempts()):
+        if errors := folder.errors(one):
+            return errors[0]
+    return None
 
 
 def collect(root: str, name: str, out: str, commands: Commands) -> Work | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,8 +104,11 @@ class Request:
         bundle.check_packages(args.with_package)
         given = Environment.parse(args.env, args.libtpu_args, args.secret, args.not_secret)
         work = spec.make(args) if with_work else None
+        name = args.name or names.check_name(names.suggestion(work.name) or work.name)
         if work:
+            launch_id = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"
             work = dataclasses.replace(work, environment=given.variables, secrets=tuple(given.secrets))
+            work = dataclasses.replace(work, launch=name, launch_id=launch_id)
         topology = args.topology or (work and work.topology)
         if with_work and not topology:
             raise ConfigError(
@@ -114,7 +119,7 @@ class Request:
             raise ConfigError(f"--slices={slices}: must be at least 1.")
         slice_of = (topology, args.accelerator_type, args.runtime_version, args.price_per_chip_hour)
         return cls(
-            name=args.name or names.check_name(names.suggestion(work.name) or work.name),
+            name=name,
             work=work,
             slice=Slice.of(*slice_of) if topology else None,
             slices=slices,

@@ -19,7 +19,7 @@ from perex_t5x.launching import names
 
 GIN_FOLDER = "gin_files"  # beside jobs.json; a Gin search path of the jobs, which run in the folder of jobs.json
 # Ends of a worker that a restart would repeat. Every other end, such as a lost connection to process 0, is restarted.
-FINAL_REASONS = (Reason.CONFIGURATION, Reason.SOME_FAILED, Reason.DIVERGED)
+FINAL_REASONS = tuple(reason for reason in Reason if reason.final)
 _VERSION = 2  # of jobs.json
 # The Gin macros that say where a command writes.
 _FOLDERS = ("MODEL_DIR", "EVAL_OUTPUT_DIR", "INFER_OUTPUT_DIR")
@@ -75,6 +75,8 @@ class Work:
       gin_files: name in `GIN_FOLDER` -> path on this machine, of Gin files that are not shipped with the package.
       topology, slices: from the Gin files, if they set them.
       environment: variables of every job, on top of the host's.
+      launch: the name of the launch; its folder is ROOT/.launch/LAUNCH. "": none, as in tests and older versions.
+      launch_id: another for every launch; the same for all restarts of one.
       secrets: names of variables, set on the hosts, whose values must not be printed or stored.
     """
 
@@ -88,6 +90,8 @@ class Work:
     slices: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
+    launch: str = ""
+    launch_id: str = ""
 
     @property
     def fingerprint(self) -> str:
@@ -105,6 +109,7 @@ class Work:
         content = {"version": _VERSION, "name": self.name, "root": self.root, "jobs": jobs}
         content |= {"sweep": self.sweep, "twins": dict(self.twins)}
         content |= {"environment": dict(self.environment), "secrets": list(self.secrets)}
+        content |= {"launch": self.launch, "launch_id": self.launch_id}
         return json.dumps(content, indent=indent, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -116,9 +121,9 @@ class Work:
                 raise ValueError(f"version {content['version']}, of a newer perex_t5x than the one that reads it")
             jobs = [Job(**{**job, "arguments": tuple(job["arguments"])}) for job in content["jobs"]]
             work = cls(content["name"], content["root"], tuple(jobs), content["sweep"], content["twins"])
-            # Version 1 has neither.
-            more = {"environment": content.get("environment", {}), "secrets": tuple(content.get("secrets", ()))}
-            return dataclasses.replace(work, **more)
+            # Version 1 has none of these.
+            more = {name: content[name] for name in ("environment", "launch", "launch_id") if name in content}
+            return dataclasses.replace(work, secrets=tuple(content.get("secrets", ())), **more)
         except (ValueError, KeyError, TypeError) as e:
             raise ConfigError(f"jobs.json cannot be read: {type(e).__name__}: {e}. Launch again.") from e
 

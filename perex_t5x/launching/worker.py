@@ -5,7 +5,9 @@ are skipped; others resume from their checkpoints. Ctrl-C and SIGTERM reach the 
 
 Exit codes (`perex_t5x.errors.Reason`): 0 all jobs are done; 3 all have ended, some of them failed (a loss that diverged, a
 configuration error in one run of a sweep); 2 a configuration error in a single run; 130 stopped; 4 a worker runs on this
-host already; otherwise the code of the job that failed, which resumes when the worker is started again.
+host already; 9 a single run that failed three times in a row without a newer checkpoint (in a sweep such a run is marked
+as failed); 10 the launch was asked to stop in its folder in the bucket; otherwise the code of the job that failed, which
+resumes when the worker is started again. What the worker leaves in the bucket: `launching.launch_folder`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import sys
 import time
 import urllib.error
@@ -26,10 +29,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from perex_t5x.cli import subprocesses
-from perex_t5x.cli.status import Status
+from perex_t5x.cli.status import STEP_VARIABLE, Status
 from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.experiments.sweep import execute
-from perex_t5x.launching import environment, names
+from perex_t5x.launching import environment, launch_folder, names
+from perex_t5x.launching.launch_folder import Attempt, HostError, LaunchFolder
+from perex_t5x.launching.reporter import Reporter
 from perex_t5x.launching.spec import Job, Work
 
 FINISHED = "finished.json"
@@ -48,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with open(options.jobs, encoding="utf-8") as f:
             work = Work.from_json(f.read())
         environment.check_secrets(work.secrets, os.environ)
-        writer = host_index() == 0
+        index = host_index()
     except (OSError, ConfigError) as e:
         print(f"\nERROR: {e}", file=sys.stderr, flush=True)
         return Reason.CONFIGURATION.exit_code
@@ -56,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not alone:
             print("ERROR: a worker of this launch is running on this host already.", file=sys.stderr, flush=True)
             return Reason.BUSY.exit_code
-        return _Worker(work, folder, options.log_dir or os.path.join(folder, "logs"), writer).run()
+        return _Worker(work, folder, options.log_dir or os.path.join(folder, "logs"), index).run()
 
 
 @contextlib.contextmanager
@@ -77,56 +82,114 @@ def _alone(path: str) -> Iterator[bool]:
 class _Worker:
     """The jobs of one host."""
 
-    def __init__(self, work: Work, folder: str, log_dir: str, writer: bool):
-        self._work, self._folder, self._log_dir, self._writer = work, folder, log_dir, writer
+    def __init__(self, work: Work, folder: str, log_dir: str, index: int):
+        self._work, self._folder, self._log_dir = work, folder, log_dir
+        self._writer, self._host = index == 0, launch_folder.host_name(index)
         self._redact = environment.redactor(work.secrets, os.environ)
         self._asked: int | None = None
+        self._stop_requested = False
         self._child: subprocesses.Child | None = None
+        self._attempt = launch_folder.attempt_name(work.launch_id, os.environ)
+        # Without the name of a launch, as in a jobs.json of an older version, on this host.
+        path = LaunchFolder.of(work.root, work.launch) if work.launch else LaunchFolder(os.path.join(folder, "launch"))
+        self._launch = path
+        self._reporter: Reporter | None = None
 
     def run(self) -> int:
         os.makedirs(self._log_dir, exist_ok=True)
         with subprocesses.forwarding(self._pass_on):
-            return self._run_jobs().exit_code
+            self._reporter = Reporter(
+                self._launch, self._attempt, self._host, self._work.launch_id, self._writer, self._on_stop_requested
+            )
+            reason = Reason.ERROR
+            try:
+                reason = self._run_jobs()
+            finally:
+                # A host that is asked to stop may be gone soon, and its job has had the time it needed.
+                self._reporter.close(60.0 if self._asked is None else 20.0, reason=str(reason))
+            return reason.exit_code
 
     def _run_jobs(self) -> Reason:
         # Only once, before the first job, so that all hosts skip the same ones.
-        finished = read_marks(self._work.jobs)
+        finished = read_marks(self._work.jobs, self._work.launch_id)
         failed = sum(mark["status"] != "done" for mark in finished.values())
         jobs = [job for job in self._work.jobs if job.name not in finished]
         if finished:
-            _say(f"{len(finished)} of {len(self._work.jobs)} jobs are finished already")
+            self._say(f"{len(finished)} of {len(self._work.jobs)} jobs are finished already")
         for i, job in enumerate(jobs, len(finished) + 1):
-            _say(f"job {i} of {len(self._work.jobs)}: {job.name}")
+            self._say(f"job {i} of {len(self._work.jobs)}: {job.name}")
             begun = time.monotonic()
-            status = self._run(job)
-            if self._writer:
-                _keep_log(job, self._log(job))
+            history = _History(self._launch, job, self._work.launch_id, self._attempt, self._writer)
+            if (status := history.without_progress()) is None:
+                history.begin()
+                status = self._run(job, i)
+                if self._writer:
+                    _keep_log(job, self._log(job))
             if status.reason is Reason.INTERRUPTED or (self._asked is not None and status.reason is not Reason.DONE):
-                _say(f"{job.name}: stopped")
-                return Reason.INTERRUPTED
+                return self._interrupted(job, history)
             mark = _mark(status, self._log(job), single=self._work.sweep is None)
+            if status.reason is not Reason.DONE:
+                self._report_error(job, status, is_result=mark is not None)
+            history.end(status)
             if mark is None:
-                _say(f"{job.name}: {execute.failure(status, self._log(job))}")
+                self._say(f"{job.name}: {execute.failure(status, self._log(job))}")
+                # In a sweep the next attempt finds it out, on all hosts alike, and continues with the next run.
+                stuck = history.without_progress() if self._work.sweep is None and status.reason.retryable else None
+                if stuck is not None:
+                    self._say(f"{job.name}: {stuck.message}")
+                    return stuck.reason
                 return Reason.ERROR if status.reason in (Reason.SOME_FAILED, Reason.BUSY) else status.reason
-            _say(f"{job.name}: {mark['status']}{': ' if mark['error'] else ''}{mark['error']}")
+            self._say(f"{job.name}: {mark['status']}{': ' if mark['error'] else ''}{mark['error']}")
             failed += mark["status"] != "done"
             if self._writer:
-                _write_mark(job, {**mark, "seconds": round(time.monotonic() - begun, 1)})
+                ids = {"launch_id": self._work.launch_id, "seconds": round(time.monotonic() - begun, 1)}
+                _write_mark(job, {**mark, **ids})
         return Reason.SOME_FAILED if failed else Reason.DONE
+
+    def _interrupted(self, job: Job, history: _History) -> Reason:
+        """All processes of a job stop together, so another host may have been asked, and not this one."""
+        with _not_worth_an_error("whether the launch is to stop is not known"):
+            self._stop_requested |= self._launch.stop_requested(self._work.launch_id)
+        self._say(f"{job.name}: stopped{', as was requested in the launch folder' if self._stop_requested else ''}")
+        if self._asked is not None:
+            with _not_worth_an_error("that this host was stopped is not stored"):
+                self._launch.write_stopped(self._attempt, self._host)
+        history.end(Status(Reason.INTERRUPTED, Reason.INTERRUPTED.exit_code))
+        return Reason.STOPPED if self._stop_requested else Reason.INTERRUPTED
+
+    def _report_error(self, job: Job, status: Status, is_result: bool) -> None:
+        kind = launch_folder.kind_of(status.reason, status.process_index, status.caused_by)
+        error = HostError(
+            time=launch_folder.as_time(status.time or time.time()),
+            host=self._host,
+            job=job.name,
+            reason=status.reason,
+            exit_code=status.exit_code,
+            message=status.message,
+            traceback=launch_folder.tail_of_log("" if self._child is None else self._child.said(200_000)),
+            kind=launch_folder.RESULT if is_result else kind,
+        )
+        with _not_worth_an_error("the error is not stored in the launch's folder"):
+            self._launch.write_error(self._attempt, error)
 
     def _log(self, job: Job) -> str:
         return os.path.join(self._log_dir, f"{job.name}.log")
 
-    def _run(self, job: Job) -> Status:
+    def _run(self, job: Job, number: int) -> Status:
         """How it ended."""
         if self._asked is not None:
             return Status(Reason.INTERRUPTED, Reason.INTERRUPTED.exit_code)
         variables = environment.of_job(self._work.environment, os.environ)
         cache = f"{self._work.root}/.jax_cache"  # in the bucket, so that a new slice finds it
+        step_file = os.path.join(self._log_dir, f"{job.name}.step")
+        with contextlib.suppress(OSError):
+            os.unlink(step_file)
+        self._reporter.begin_job(self._log(job), step_file, job=job.name, number=number, jobs=len(self._work.jobs))
+        ours = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", STEP_VARIABLE: step_file}
         self._child = subprocesses.Child(
             job.argv(),
             cwd=self._folder,
-            env={"JAX_COMPILATION_CACHE_DIR": cache, **variables, "PYTHONUNBUFFERED": "1"},
+            env={"JAX_COMPILATION_CACHE_DIR": cache, **variables, **ours},
             log=self._log(job),
             on_line=_print,
             edit=self._redact,
@@ -146,6 +209,74 @@ class _Worker:
         self._asked = number
         if self._child is not None:
             self._child.send_signal(number)
+        if self._reporter is not None:
+            self._reporter.wake()
+
+    def _on_stop_requested(self) -> None:
+        """In the reporter's thread."""
+        self._say("asked to stop in the launch's folder: the job saves and stops")
+        self._stop_requested = True
+        self._pass_on(signal.SIGTERM)
+
+    def _say(self, text: str) -> None:
+        line = f"{time.strftime('%H:%M:%S')} worker: {text}"
+        with contextlib.suppress(OSError, ValueError):
+            print(line, flush=True)
+        if self._reporter is not None:
+            self._reporter.said(line)
+
+
+class _History:
+    """The attempts of one job. All hosts read them, host 0 writes them; neither is worth an error."""
+
+    def __init__(self, folder: LaunchFolder, job: Job, launch_id: str, attempt: str, writer: bool):
+        self._folder, self._job, self._launch_id, self._writer = folder, job, launch_id, writer
+        self._name = attempt
+        self._attempts: list[Attempt] = []
+        with _not_worth_an_error("earlier attempts are not known"):
+            kept = folder.read_attempts(job.name, launch_id)
+            self._attempts = [a for a in kept if a.name != attempt or a.ended]  # host 0 may be faster
+
+    def without_progress(self) -> Status | None:
+        """The end of a job whose newest attempts all began where it would begin now, and failed."""
+        if len(self._attempts) < launch_folder.MOST_FAILURES:
+            return None
+        with _not_worth_an_error("whether there is progress is not known"):
+            step = launch_folder.newest_step(self._job.model_dir)
+            errors = self._folder.failures(self._job.name, self._attempts, step)
+            if len(errors) >= launch_folder.MOST_FAILURES:
+                message = launch_folder.no_progress(step, errors)
+                return Status(Reason.NO_PROGRESS, Reason.NO_PROGRESS.exit_code, message)
+        return None
+
+    def begin(self) -> None:
+        step = None
+        with _not_worth_an_error("the newest checkpoint is not known"):
+            step = launch_folder.newest_step(self._job.model_dir)
+        self._attempts.append(Attempt(self._name, launch_folder.now(), step))
+        self._write()
+
+    def end(self, status: Status) -> None:
+        if not self._attempts or self._attempts[-1].ended:
+            return  # it did not begin
+        words = status.message.strip().splitlines()
+        ended = {"ended": launch_folder.now(), "reason": status.reason, "error": words[0] if words else ""}
+        self._attempts[-1] = dataclasses.replace(self._attempts[-1], **ended)
+        self._write()
+
+    def _write(self) -> None:
+        if self._writer:
+            with _not_worth_an_error("this attempt is not stored"):
+                self._folder.write_attempts(self._job.name, self._launch_id, self._attempts)
+
+
+@contextlib.contextmanager
+def _not_worth_an_error(what: str) -> Iterator[None]:
+    """Prints what fails in the launch's folder: the jobs matter more."""
+    try:
+        yield
+    except Exception as e:
+        print(f"{what}: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
 
 
 def _mark(status: Status, log: str, single: bool) -> dict[str, Any] | None:
@@ -153,6 +284,8 @@ def _mark(status: Status, log: str, single: bool) -> dict[str, Any] | None:
     configuration error."""
     if status.reason is Reason.DONE:
         return {"status": "done", "error": "", "exit": 0}
+    if status.reason is Reason.NO_PROGRESS:
+        return None if single else {"status": "failed", "error": status.message, "exit": status.exit_code}
     if status.reason is Reason.DIVERGED:
         return {"status": "failed", "error": execute.divergence(status), "exit": status.exit_code}
     if status.reason is Reason.CONFIGURATION and not single:
@@ -164,11 +297,6 @@ def _print(line: bytes) -> None:
     with contextlib.suppress(OSError, ValueError):  # stdout is closed: the log has the line
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        print(f"{time.strftime('%H:%M:%S')} worker: {text}", flush=True)
 
 
 def host_index(environ: Mapping[str, str] = os.environ) -> int:
@@ -191,7 +319,7 @@ def host_index(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def _slice(text: str | None) -> int:
-    return 1_000_000 * _number("MEGASCALE_SLICE_ID", text) if text else 0
+    return launch_folder.SLICE * _number("MEGASCALE_SLICE_ID", text) if text else 0
 
 
 def _number(name: str, text: str) -> int:
@@ -214,15 +342,21 @@ def command_fingerprint(job: Job) -> str:
     return names.fingerprint("\0".join(job.arguments))
 
 
-def read_marks(jobs: Iterable[Job]) -> dict[str, dict[str, Any]]:
-    """Name -> mark, of the jobs that need not run again: done, or failed in a way that would repeat itself after hours."""
+def read_marks(jobs: Iterable[Job], launch_id: str = "") -> dict[str, dict[str, Any]]:
+    """Name -> mark, of the jobs that need not run again: done, or failed in a way that would repeat itself after hours.
+
+    What has ended without progress is tried again in a new launch: its cause may be fixed by then.
+    """
     jobs = list(jobs)
     with ThreadPoolExecutor(16) as pool:
         marks = dict(zip([job.name for job in jobs], pool.map(lambda job: read_mark(job.model_dir), jobs), strict=True))
     return {
         job.name: mark
         for job in jobs
-        if (mark := marks[job.name]) and mark.get("arguments") == command_fingerprint(job) and mark.get("exit") != 2
+        if (mark := marks[job.name])
+        and mark.get("arguments") == command_fingerprint(job)
+        and mark.get("exit") != Reason.CONFIGURATION.exit_code
+        and (mark.get("exit") != Reason.NO_PROGRESS.exit_code or mark.get("launch_id") == launch_id)
     }
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.launching import worker
+from perex_t5x.launching.launch_folder import ATTEMPT
 from perex_t5x.launching.spec import FINAL_REASONS, Job, Work
 
 
@@ -26,11 +27,12 @@ def ends(reason, **more):
     return f"open(os.environ['PEREX_T5X_STATUS_FILE'], 'w').write({status!r}); sys.exit({code})"
 
 
-def start(tmp_path, jobs, sweep=True, index="0", **options):
-    work = Work("w", str(tmp_path / "out"), tuple(jobs), {"name": "w"} if sweep else None)
+def start(tmp_path, jobs, sweep=True, index="0", launch_id="id", attempt="0", **options):
+    more = {"launch": "w", "launch_id": launch_id}
+    work = Work("w", str(tmp_path / "out"), tuple(jobs), {"name": "w"} if sweep else None, **more)
     (tmp_path / "jobs.json").write_text(work.to_json())
     command = [sys.executable, "-m", "perex_t5x.launching.worker", f"--jobs={tmp_path / 'jobs.json'}"]
-    env = {**os.environ, worker.HOST_INDEX: index}
+    env = {**os.environ, worker.HOST_INDEX: index, ATTEMPT: attempt, "PEREX_T5X_REPORT_SECONDS": "0.2"}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
 
@@ -97,7 +99,42 @@ def test_only_the_first_host_writes(tmp_path):
     process = start(tmp_path, [job(tmp_path, "a", "")], index="3")
     process.communicate(timeout=60)
     assert process.returncode == 0
-    assert not (tmp_path / "out").exists()
+    # But its logs.
+    assert [str(p.relative_to(tmp_path / "out")) for p in sorted((tmp_path / "out").rglob("*")) if p.is_file()] == [
+        ".launch/w/logs/id.0/0-0003/worker.00000.log"
+    ]
+
+
+def test_no_progress_ends_a_single_run(tmp_path):
+    """Three failures from the same step; neither interruptions nor a newer checkpoint count."""
+    code = "os.makedirs('out/a/checkpoint_5', exist_ok=True)\nraise ValueError('some bug')"
+
+    def attempt(number, **more):
+        process = start(tmp_path, [job(tmp_path, "a", code)], sweep=False, attempt=str(number), **more)
+        said, _ = process.communicate(timeout=60)
+        return process.returncode, said
+
+    assert [attempt(n)[0] for n in range(3)] == [1, 1, 1]  # the first one began without a checkpoint
+    code_, said = attempt(3)
+    assert code_ == Reason.NO_PROGRESS.exit_code and Reason.NO_PROGRESS in FINAL_REASONS
+    assert "no progress: 3 attempts in a row began at step 5 and failed. The last error: host 0 (slice 0), " in said
+    assert "ValueError: some bug" in said
+    # A restart, on whatever host, runs nothing; a new launch does.
+    assert attempt(4, index="1")[0] == 9 and len(ran(tmp_path)) == 4
+    assert attempt(0, launch_id="later")[0] == 1 and len(ran(tmp_path)) == 5
+
+
+def test_no_progress_of_one_run_of_a_sweep(tmp_path):
+    jobs = [job(tmp_path, "a", "sys.exit(1)"), job(tmp_path, "b", "")]
+    codes = []
+    for attempt in "0123":
+        process = start(tmp_path, jobs, attempt=attempt)
+        said, _ = process.communicate(timeout=60)
+        codes.append(process.returncode)
+    assert codes == [1, 1, 1, 3], said
+    assert ran(tmp_path) == ["a", "a", "a", "b"]
+    assert worker.read_mark(jobs[0].model_dir)["exit"] == 9
+    assert list(worker.read_marks(jobs, "id")) == ["a", "b"] and list(worker.read_marks(jobs, "later")) == ["b"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -17,7 +17,6 @@ from perex_t5x.launching.shell import Leftovers, say, with_notes
 from perex_t5x.launching.spec import FINAL_REASONS
 
 _MOST_CHECKS = 20  # of slices on which nothing is started yet: another launch may be about to
-_MOST_FAILURES = 3  # in a row without a newer checkpoint or a finished run
 
 
 @dataclass
@@ -43,7 +42,6 @@ class Session:
     options: Options
     commit: str
     bundle: Bundle | None = None
-    _seen: set[str] = field(default_factory=set)
     _restarts: int = 0
     _follower: Follower = field(init=False)
     _named: bool = False  # whether the slices are deleted or named elsewhere
@@ -116,13 +114,17 @@ class Session:
         return [f"follow it:  {tool} follow {where}", f"stop it:    {tool} stop {where}", self.steps.target.still_there]
 
     def _run(self) -> int:
-        failures = 0
         while True:
             ended = self._follow()
             if ended.reason in (Reason.DONE, Reason.SOME_FAILED):
                 return self._finish(ended.reason)
             if ended.reason is Reason.CONFIGURATION:
                 self._give_up(ConfigError("the program ended with a configuration error (exit code 2), see above."))
+            if ended.reason is Reason.STOPPED:
+                self._give_up(KeyboardInterrupt("the program was asked to stop; the same launch command resumes it."))
+            if ended.reason is Reason.NO_PROGRESS:
+                failed = "the program failed three times in a row without a newer checkpoint (exit code 9), see above."
+                self._give_up(TrainingError(failed))
             if ended.reason in FINAL_REASONS:
                 self._give_up(TrainingError(f"the program ended with {ended}: a restart would end in the same way."))
             if ended.reason is Reason.INTERRUPTED:
@@ -139,10 +141,6 @@ class Session:
                 say("the slices were preempted")
             elif ended.how != logs.UNSTARTED:
                 say(f"the program ended with {ended}")
-                failures = 1 if self._progress() else failures + 1
-                if failures >= _MOST_FAILURES:
-                    words = f"the program failed {failures} times without a newer checkpoint, see above."
-                    self._give_up(TrainingError(words))
             try:
                 if ended.how != logs.UNSTARTED:  # that is its first start
                     self._count()
@@ -175,22 +173,12 @@ class Session:
             leftovers.keep(self.steps.target.what)
         self._named = False
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Deletes the slices, or names them, and raises."""
         self._named = True
         with Leftovers(self.steps.commands, self.request.keep) as leftovers:
             leftovers.add(self.steps.target.what, self.steps.target.delete())
             raise error
-
-    def _progress(self) -> bool:
-        """Whether there is a checkpoint or finished run that did not exist at the last failure."""
-        work = self.request.work
-        where = f"{work.root}/runs/*/" if work.sweep else f"{work.root}/"
-        done = self.steps.commands.run(["gcloud", "storage", "ls", where], check=False)
-        saved = {line for line in done.stdout.split() if "checkpoint_" in line or line.endswith("finished.json")}
-        new = bool(saved - self._seen)
-        self._seen |= saved
-        return new
 
     def _finish(self, reason: Reason) -> int:
         say("all jobs have ended, some of them failed" if reason is Reason.SOME_FAILED else "all jobs are done")

@@ -76,9 +76,10 @@ def planned(request: Request, args: Any) -> list[Planned]:
     gin = {f"{GIN_FOLDER}/{name}": _text(path) for name, path in work.gin_files.items()}
     plans = []
     for number in range(count):
-        part = dataclasses.replace(work, jobs=work.jobs[number::count])
+        name = request.name if count == 1 else f"{request.name}-{number}"
+        part = dataclasses.replace(work, jobs=work.jobs[number::count], launch=work.launch and name)
         shape = Shape(
-            name=request.name if count == 1 else f"{request.name}-{number}",
+            name=name,
             group=request.name,
             run=work.fingerprint,
             launch=launch,

@@ -222,7 +222,8 @@ def test_a_program_that_fails_is_started_again_while_it_makes_progress(cloud):
 def test_a_program_that_only_fails_is_given_up(cloud):
     cloud.work(cloud.job("a", "sys.exit(1)"))
     done = cloud.launch()
-    assert done.status == 1 and "failed 3 times without a newer checkpoint" in done.err
+    assert done.status == 1 and "failed three times in a row without a newer checkpoint" in done.err
+    assert "no progress: 3 attempts in a row began without a checkpoint and failed. The last error: host " in done.out
     assert cloud.ran.count("a0") == 3 and cloud.resources == {}
     assert done.out.count("\nhello of a on 0\n") == 3, "the log goes on, and is not repeated"
 

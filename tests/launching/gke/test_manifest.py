@@ -192,7 +192,7 @@ def test_restarts_by_exit_code(exit_code, action):
 
 @pytest.mark.parametrize("reason", [reason for reason in Reason if reason is not Reason.DONE])
 def test_only_ends_that_would_repeat_themselves_are_final(reason):
-    final = reason in ("configuration", "some_failed", "diverged", "no_progress")
+    final = reason in ("configuration", "some_failed", "diverged", "no_progress", "stopped")
     assert _outcome(made(V5E_256), reason.exit_code) == ("FailJobSet" if final else "RestartJobSet")
     assert not (final and reason.retryable)
 
