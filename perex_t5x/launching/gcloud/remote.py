@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.launching import bundle
+from perex_t5x.launching.launch_folder import ATTEMPT
 
 _PYTHONS = "python3.13 python3.12 python3.11"
 # Brings a released Python where a host has none: its wheel from the package index, Python itself from GitHub's releases of
@@ -218,8 +219,11 @@ def worker(secrets: Sequence[Secret] = ()) -> str:
     return _script(f"( {run} )", "echo $? > exit_status.new", "mv exit_status.new exit_status")
 
 
-def start(name: str, secrets: Sequence[Secret] = ()) -> str:
-    """Starts the worker so that it outlives the connection; where one is running, nothing happens."""
+def start(name: str, secrets: Sequence[Secret] = (), attempt: str = "") -> str:
+    """Starts the worker so that it outlives the connection; where one is running, nothing happens.
+
+    `attempt` is the same on all hosts of this start: their logs and errors are kept under it.
+    """
     return _script(
         "set -eu",
         f"cd {_folder(name)} 2>/dev/null || {_before('copy')}",
@@ -230,6 +234,7 @@ def start(name: str, secrets: Sequence[Secret] = ()) -> str:
         f"if {_IS_RUNNING}; then echo running already; exit 0; fi",
         "rm -f exit_status",
         "touch worker.log",
+        *([f"export {ATTEMPT}={shlex.quote(attempt)}"] if attempt else []),
         # No `;` after `&`: the pieces are joined by it.
         f"{{ setsid nohup bash -c {shlex.quote(worker(secrets))} >> worker.log 2>&1 < /dev/null 9>&- & }}",
         "echo $! > starter.pid",

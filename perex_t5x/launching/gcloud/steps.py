@@ -240,7 +240,8 @@ class Steps:
 
     def start(self, secrets: Mapping[str, str] | None = None) -> None:
         found = remote.parse_secrets(secrets or {}, self.target.project)
-        self.on_all(remote.start(self.target.name, found), "starting")
+        attempt = "ATTEMPT" if self.commands.dry_run else time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        self.on_all(remote.start(self.target.name, found, attempt), "starting")
         say("started on all workers")
 
     def stop(self) -> None:
