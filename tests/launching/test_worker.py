@@ -10,8 +10,8 @@ import time
 import pytest
 
 from perex_t5x.errors import ConfigError, Reason
-from perex_t5x.launching import worker
-from perex_t5x.launching.launch_folder import ATTEMPT
+from perex_t5x.launching import collect, reporter, worker
+from perex_t5x.launching.launch_folder import ATTEMPT, SLICE, LaunchFolder, log_parts
 from perex_t5x.launching.spec import FINAL_REASONS, Job, Work
 
 
@@ -191,3 +191,96 @@ def test_jobs_json_that_cannot_be_read(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "jobs.json cannot be read" in done.stderr and "Traceback" not in done.stderr
+
+
+def folder_of(tmp_path):
+    return LaunchFolder.of(str(tmp_path / "out"), "w")
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.05)
+
+
+def test_logs_errors_and_state_are_in_the_launch_folder(tmp_path):
+    """While the job runs, and at its end, from a host that is not the first."""
+    code = "print('one', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.05)\nprint('two', flush=True)\n"
+    code += ends("error", message="ValueError: x", time=1700000000.25, process_index=3)
+    process = start(tmp_path, [job(tmp_path, "a", code)], sweep=False, index=str(SLICE + 3), attempt="7")
+    logs = tmp_path / "out" / ".launch" / "w" / "logs" / "id.7" / "1-0003"
+    wait_for(lambda: (logs / "job-a.00000.log").exists())
+    assert (logs / "job-a.00000.log").read_text() == "one\n"
+    (tmp_path / "go").touch()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, said
+    assert (logs / "job-a.00000.log").read_text() == "one\ntwo\n"
+    own = (logs / "worker.00000.log").read_text()
+    assert "worker: job 1 of 1: a" in own and "a: error (exit code 1): ValueError: x" in own
+    error = collect.first_error(str(tmp_path / "out"), "w")
+    assert str(error) == "host 3 (slice 1), 22:13:20.250, a: error (exit code 1): ValueError: x"
+    assert "two" in error.traceback and error.kind == "own"
+    assert not (logs.parents[2] / "state.json").exists()  # host 0 alone
+
+
+def test_the_launch_is_asked_to_stop_in_its_folder(tmp_path):
+    """The job saves; two workers of it, of which only one has looked, both end with `stopped`; a new launch runs again."""
+    code = "import signal\nsignal.signal(15, lambda n, f: (print('saved', flush=True), sys.exit(130)))\n"
+    code += "open(os.environ['PEREX_T5X_STEP_FILE'], 'w').write('12')\nprint('ready', flush=True)\ntime.sleep(60)"
+    process = start(tmp_path, [job(tmp_path, "a", code)], sweep=False)
+    folder = folder_of(tmp_path)
+    wait_for(lambda: (folder.read("state.json") or {}).get("step") == 12)
+    state = folder.read("state.json")
+    assert (state["phase"], state["job"], state["jobs"], state["attempt"]) == ("running", "a", 1, "id.0")
+    folder.write({"launch_id": "id"}, "jobs.json")
+    folder.request_stop()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == Reason.STOPPED.exit_code and "saved" in said, said
+    state = folder.read("state.json")
+    assert (state["phase"], state["reason"]) == ("ended", "stopped")
+    assert folder.was_stopped("id.0") and collect.first_error(str(tmp_path / "out"), "w") is None
+    # One that is restarted by a launcher does nothing; in a later launch it runs.
+    process = start(tmp_path, [job(tmp_path, "a", "sys.exit(130)")], sweep=False, attempt="1", index="1")
+    process.communicate(timeout=60)
+    assert process.returncode == Reason.STOPPED.exit_code
+    process = start(tmp_path, [job(tmp_path, "a", "")], sweep=False, launch_id="later")
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_parts_of_a_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(reporter, "_PART_BYTES", 10)
+    monkeypatch.setattr(reporter, "_MOST_PARTS", 3)
+    monkeypatch.setattr(reporter, "_LEAST_SECONDS", 0.0)
+    log = tmp_path / "a.log"
+    log.write_text("of an earlier attempt\n")
+    folder = LaunchFolder(str(tmp_path / "launch"))
+    made = reporter.Reporter(folder, "0", "0-0000", "id", False, lambda: None, period=0.01)
+    made.begin_job(str(log), str(tmp_path / "step"), job="a")
+
+    def parts():
+        names = folder.list("logs", "0", "0-0000")
+        return ["".join(open(folder.join("logs", "0", "0-0000", n)).read() for n in log_parts(names).get("job-a", []))]
+
+    def append(text):
+        with log.open("a") as f:
+            f.write(text)
+
+    append("01234")
+    wait_for(lambda: parts() == ["01234"])
+    append("56789abcdefg")
+    wait_for(lambda: parts() == ["0123456789abcdefg"])
+    append("hijklmnopqrstuvwxyz")  # too many parts: the middle is left out
+    made.close()
+    assert parts() == ["0123456789abcdefghijqrstuvwxyz"]
+
+
+def test_a_bucket_that_fails_does_not_fail_the_job(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".launch").write_text("a file in its place")
+    jobs = [job(tmp_path, "a", "")]
+    process = start(tmp_path, jobs)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert "was not updated (1 times so far)" in said and worker.read_mark(jobs[0].model_dir)["status"] == "done"
