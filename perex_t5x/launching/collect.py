@@ -16,7 +16,7 @@ from perex_t5x.launching.shell import Commands, say
 from perex_t5x.launching.spec import Work
 from perex_t5x.launching.worker import command_fingerprint, read_mark
 
-_LEFT_OUT = r"(.*/)?((checkpoint_[^/]*|\.jax_cache)/.*|bundle\.tar\.gz)$"
+_LEFT_OUT = r"(.*/)?((checkpoint_[^/]*|\.jax_cache)/.*|bundle[^/]*\.tar\.gz)$"
 
 
 def first_error(root: str, name: str, attempt: str | None = None) -> HostError | None:
