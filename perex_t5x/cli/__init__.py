@@ -11,6 +11,7 @@ are read.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import os
 import re
@@ -106,6 +107,10 @@ def guarded(function: Callable[[], int | None], messages: tuple[type[Exception],
     Either way status.json says how it ended. SIGTERM and SIGHUP interrupt like Ctrl-C.
     """
     status.begin()
+    with contextlib.suppress(
+        OSError, ValueError, AttributeError, RuntimeError
+    ):  # stderr is no file, or not this thread
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # whoever supervises a process that hangs can see where
     with _interrupted_by_signals():
         try:
             code = function() or 0

@@ -21,6 +21,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -30,14 +31,16 @@ from typing import Any
 
 from perex_t5x.cli import subprocesses
 from perex_t5x.cli.status import STEP_VARIABLE, Status
-from perex_t5x.errors import ConfigError, Reason
+from perex_t5x.errors import ConfigError, Reason, UnreachableError
 from perex_t5x.experiments.sweep import execute
+from perex_t5x.files import is_remote
 from perex_t5x.launching import environment, launch_folder, names
 from perex_t5x.launching.launch_folder import Attempt, HostError, LaunchFolder
 from perex_t5x.launching.reporter import Reporter
 from perex_t5x.launching.spec import Job, Work
 
 FINISHED = "finished.json"
+_STACKS_AFTER = float(os.environ.get("PEREX_T5X_STACKS_SECONDS", "60"))  # after a job was asked to stop
 HOST_INDEX = "PEREX_T5X_HOST"  # set by whoever knows it
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 
@@ -103,7 +106,13 @@ class _Worker:
             )
             reason = Reason.ERROR
             try:
+                if self._writer and self._work.launch:
+                    with _not_worth_an_error("jobs.json is not stored in the launch's folder"):
+                        self._launch.write(json.loads(self._work.to_json()), "jobs.json")  # for whoever asks how it is
                 reason = self._run_jobs()
+            except (ConfigError, UnreachableError) as e:
+                self._say(f"ERROR: {e}")
+                reason = e.reason
             finally:
                 # A host that is asked to stop may be gone soon, and its job has had the time it needed.
                 self._reporter.close(60.0 if self._asked is None else 20.0, reason=str(reason))
@@ -111,7 +120,7 @@ class _Worker:
 
     def _run_jobs(self) -> Reason:
         # Only once, before the first job, so that all hosts skip the same ones.
-        finished = read_marks(self._work.jobs, self._work.launch_id)
+        finished = self._finished()
         failed = sum(mark["status"] != "done" for mark in finished.values())
         jobs = [job for job in self._work.jobs if job.name not in finished]
         if finished:
@@ -145,6 +154,16 @@ class _Worker:
                 ids = {"launch_id": self._work.launch_id, "seconds": round(time.monotonic() - begun, 1)}
                 _write_mark(job, {**mark, **ids})
         return Reason.SOME_FAILED if failed else Reason.DONE
+
+    def _finished(self) -> dict[str, dict[str, Any]]:
+        try:
+            return read_marks(self._work.jobs, self._work.launch_id)
+        except Exception:
+            if is_remote(self._work.root):
+                from perex_t5x import buckets
+
+                buckets.check(self._work.root, "the folder of the launch,")  # says what is wrong
+            raise
 
     def _interrupted(self, job: Job, history: _History) -> Reason:
         """All processes of a job stop together, so another host may have been asked, and not this one."""
@@ -197,10 +216,23 @@ class _Worker:
         )
         if self._asked is not None:  # in between
             self._child.send_signal(self._asked)
+        patience = threading.Thread(target=self._show_stacks, args=(self._child, job), daemon=True)
+        patience.start()
         self._child.wait()
         status = self._child.status()
         words = {name: self._redacted(getattr(status, name)) for name in ("message", "finding")}
         return dataclasses.replace(status, **words)
+
+    def _show_stacks(self, child: subprocesses.Child, job: Job) -> None:
+        """Once, if a job does not stop in time: its log then says where its threads are."""
+        while self._asked is None and child.poll() is None:
+            time.sleep(1)
+        until = time.monotonic() + _STACKS_AFTER
+        while time.monotonic() < until and child.poll() is None:
+            time.sleep(0.2)
+        if child.poll() is None and job.module.startswith("perex_t5x."):  # others would die of the signal
+            self._say(f"{job.name} has not stopped for {_STACKS_AFTER:g} s; its threads:")
+            child.send_signal(signal.SIGUSR1)
 
     def _redacted(self, text: str) -> str:
         return self._redact(text.encode(errors="surrogateescape")).decode(errors="replace")
@@ -389,7 +421,8 @@ def _write(job: Job, name: str, content: bytes) -> None:
     from etils import epath
 
     folder = epath.Path(job.model_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    if not is_remote(job.model_dir):  # folders in a bucket are parts of names
+        folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(content)
 
 

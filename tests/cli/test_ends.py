@@ -163,3 +163,14 @@ def test_a_status_is_not_for_the_children_of_a_command(tmp_path):
     environment = {**support.environment(), status.VARIABLE: str(path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=os.sep)
     assert done.stdout.strip() == "False" and json.loads(path.read_text())["reason"] == "done"
+
+
+def test_a_process_that_hangs_shows_its_threads():
+    code = "import time; from perex_t5x import cli; cli.guarded(lambda: (print('ready', flush=True), time.sleep(60)))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGUSR1)
+    shown = process.stderr.readline() + process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert "most recent call first" in shown and process.returncode == 0
