@@ -6,9 +6,9 @@ that share a process (`perex_t5x.experiments.sweep.in_process`) have a loop each
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-import os
 import signal
 import threading
 import time
@@ -30,6 +30,7 @@ from perex_t5x.errors import DivergedError
 from perex_t5x.goodput import Recorder
 from perex_t5x.metrics import MetricSums, MetricsWriter, flops_per_step, loss_metric, model_flops_utilization, summarize
 from perex_t5x.monitoring import shown
+from perex_t5x.profiling import Profiler
 from perex_t5x.trainer import Trainer, TrainState
 
 
@@ -131,7 +132,8 @@ class Loop:
         self._trainer, self._step_fn, self._feed = trainer, step_fn, feed
         self._evaluators, self._checkpointer, self._writer = evaluators, checkpointer, writer
         self._last_step, self._eval_period, self._stats_period = last_step, eval_period, stats_period
-        self._run_info, self._profile_steps, self._model_dir = run_info, profile_steps, model_dir
+        self._run_info, self._model_dir = run_info, model_dir
+        self._profiler = Profiler(model_dir, profile_steps)
         self._monitor_fn, self._learning_rates = monitor_fn, learning_rates
         self._make_progress = progress or functools.partial(Progress, enabled=distributed.is_writer())
         self._stop = stop
@@ -162,7 +164,10 @@ class Loop:
                         _, batch = next(batches)
                     self._recorder.step(step + 1)
                     distributed.doing(f"making step {step + 1}", patient=step == first)
-                    self._profile(step)
+                    if self._profiler.is_over(step + 1):
+                        self._read_pending()
+                        self._profiler.stop()
+                    self._profiler.starts(step + 1)
                     measured = self._measure(step + 1, state, batch)  # the step takes the state's buffers
                     rate = () if self._learning_rates is None else (self._learning_rates[step],)
                     state, metrics = self._step_fn(state, batch, *rate)
@@ -203,14 +208,14 @@ class Loop:
 
     def close(self) -> None:
         """Waits until everything is stored."""
-        if self._profiling:
-            jax.profiler.stop_trace()
-        with self._recorder.phase("save"):
-            try:
-                self._checkpointer.close()
-            finally:
-                self._recorder.write(self._writer.put)
-                self._writer.close()
+        with (
+            self._recorder.phase("save"),
+            contextlib.ExitStack() as stack,
+        ):  # each of them, whatever becomes of the others
+            stack.callback(self._writer.close)
+            stack.callback(self._recorder.write, self._writer.put)
+            stack.callback(self._profiler.close)
+            stack.callback(self._checkpointer.close)
 
     def _measure(self, step: int, state: TrainState, batch: Any) -> tuple[Any, Any] | None:
         """The monitor's averages and values at its steps; None between."""
@@ -223,6 +228,7 @@ class Loop:
     def _after_step(self, step: int, state: TrainState, stopping: bool) -> None:
         self._checkpointer.raise_errors()
         self._writer.raise_errors()
+        self._profiler.raise_errors()
         last = stopping or step == self._last_step
         evaluate = self._evaluators and not stopping and (step % self._eval_period == 0 or last)
         if not (last or evaluate or self._checkpointer.is_due(step, last)):
@@ -310,23 +316,6 @@ class Loop:
         """Examples with non-finite loss or gradient since the last log line, where examples are looked at."""
         name = "non_finite_examples"
         return {f"per_example/{name}": self._sums.totals[name]} if name in self._sums.totals else {}
-
-    # --- profiling ----------------------------------------------------------------------------------------------------
-
-    _profiling = False
-
-    def _profile(self, step: int) -> None:
-        """Starts or stops a trace; steps are counted from 1, as everywhere in the logs."""
-        if self._profile_steps is None:
-            return
-        first, last = self._profile_steps
-        if not self._profiling and first <= step + 1 <= last:
-            jax.profiler.start_trace(os.path.join(self._model_dir, "profile"))
-            self._profiling = True
-        elif self._profiling and step + 1 > last:
-            self._read_pending()
-            jax.profiler.stop_trace()
-            self._profiling = False
 
 
 class _Stopwatch:

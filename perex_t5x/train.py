@@ -28,7 +28,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from perex_t5x import checkpoints, distributed, evaluation, gin_utils, loop, run_dir
+from perex_t5x import checkpoints, distributed, evaluation, gin_utils, loop, profiling, run_dir
 from perex_t5x.cli import status
 from perex_t5x.data import lookup
 from perex_t5x.data.feed import Feed, batch_spec, make_feed
@@ -61,6 +61,7 @@ def train(
     summarize_config_fn: Callable[..., None] = gin_utils.summarize_gin_config,
     inference_evaluator_cls: Callable[..., Any] | None = None,
     profile_steps: tuple[int, int] | None = None,
+    dump_hlo: bool = False,
     dry_run: bool = False,
 ) -> tuple[int, TrainState]:
     """Trains, and returns (last step, state).
@@ -85,6 +86,7 @@ def train(
       summarize_config_fn: writes `config.gin`.
       inference_evaluator_cls: `@seqio.Evaluator`, with its loggers bound.
       profile_steps: (first, last) steps to write a profiler trace of.
+      dump_hlo: write the step as the compiler gets it and as it comes out of it, as text.
       dry_run: stop after all checks, before the first compile.
     """
     training = Training(dict(locals()))  # the first statement: nothing but the arguments is local yet
@@ -216,9 +218,15 @@ class Training:
         """Starts compiling; `compiler` has one thread, which takes one program after the other."""
         setup = self.setup
         parts = (setup.shapes, setup.shardings, setup.spec)
-        step = compiler.submit(timed, lambda: setup.trainer.compiled_step(*parts))
+        step = compiler.submit(timed, lambda: self._compiled_step(*parts))
         evaluators = self.make_evaluators(compiler)
         return Programs(setup.init, step, compiler.submit(setup.trainer.compiled_monitor, *parts), evaluators)
+
+    def _compiled_step(self, *parts: Any) -> Any:
+        trainer = self.setup.trainer
+        if not (self._args.dump_hlo and distributed.is_writer()):
+            return trainer.compiled_step(*parts)
+        return profiling.compile_with_texts(trainer.lowered_step(*parts), self.model_dir)
 
     def make_evaluators(self, compiler: Executor, keep_batches: bool = False) -> list[loop.Evaluator]:
         """Teacher-forced and decoding evaluation, whichever is configured; they start compiling."""

@@ -76,7 +76,8 @@ def main(remote: str, local: str) -> dict:
     (epath.Path(remote) / "checkpoint_6" / "state").mkdir(parents=True)
     result["newest"] = checkpoints.newest(remote)
 
-    result["last"], _ = tiny.train(remote, *RUN, "train_script.train.profile_steps = (5, 5)")
+    shown = ("train_script.train.profile_steps = (5, 5)", "train_script.train.dump_hlo = True")
+    result["last"], _ = tiny.train(remote, *RUN, *shown)
     result["kept"] = [p.name for p in epath.Path(remote).glob("checkpoint_*")]
     tiny.train(local, *RUN)
     result["losses"] = [losses(remote), losses(local)]

@@ -83,7 +83,13 @@ def test_a_run_in_a_bucket(cloud_storage, tmp_path):
     assert list(result["eval"]) == ["6"] and len(result["infer"].splitlines()) == 20
     objects = cloud_storage.objects("runs/a/")
     assert not [name for name in objects if "/checkpoint_" in name and "/checkpoint_6/" not in name]
-    for name in ("config.gin", "model-info.txt", "checkpoint_6/commit_success.txt", "eval/metrics.jsonl"):
+    for name in (
+        "config.gin",
+        "model-info.txt",
+        "checkpoint_6/commit_success.txt",
+        "eval/metrics.jsonl",
+        "hlo/step.optimized_hlo.txt",
+    ):
         assert f"runs/a/{name}" in objects
     for part in ("profile/plugins/profile/", "train/events", "training_eval/", "inference_eval/", ".xplane.pb"):
         assert any(part in name for name in objects), part

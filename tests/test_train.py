@@ -18,6 +18,7 @@ from perex_t5x import checkpoints, loop, metric_files
 from perex_t5x.cli.progress import Progress
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.goodput import Recorder
+from perex_t5x.profiling import Profiler
 from tests import tiny
 
 EVERY_STEP = "train_script.train.stats_period = 1"
@@ -355,14 +356,16 @@ def test_bad_configuration_fails_before_the_first_compile(tmp_path, monkeypatch,
         tiny.train(tmp_path, *bindings)
 
 
-def test_profile_writes_a_trace(tmp_path):
+def test_a_trace_and_the_program_are_written(tmp_path):
     # In a process of its own: the profiler crashes where other tests have loaded the TPU compiler without a TPU.
-    bindings = ("TRAIN_STEPS = 4", "train_script.train.profile_steps = (2, 3)")
+    bindings = ("TRAIN_STEPS = 4", "train_script.train.profile_steps = (2, 3)", "train_script.train.dump_hlo = True")
     code = f"from tests import tiny; tiny.train({str(tmp_path)!r}, *{bindings!r})"
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=600)
     traces = [f for _, _, files in os.walk(tmp_path / "profile") for f in files]
     assert any(f.endswith(".xplane.pb") for f in traces)
+    assert "stablehlo." in (tmp_path / "hlo" / "step.stablehlo.mlir").read_text()
+    assert (tmp_path / "hlo" / "step.optimized_hlo.txt").read_text().startswith("HloModule")
 
 
 def test_loop_reads_metrics_one_step_late():
@@ -375,7 +378,7 @@ def test_loop_reads_metrics_one_step_late():
     class FakeLoop(loop.Loop):
         def __init__(self):
             self._pending = None
-            self._last_step, self._profile_steps, self._stop = 3, None, None
+            self._last_step, self._profiler, self._stop = 3, Profiler("", None), None
             self._monitor_fn = self._learning_rates = None
             self._make_progress = functools.partial(Progress, enabled=False)
             self._trainer = type("T", (), {"partitioner": type("P", (), {"data_sharding": None})})

@@ -109,7 +109,10 @@ def define_training_flags() -> None:
         "phase_timeout", 3600, "The same for a process that is behind the others in compiling, restoring, evaluating or "
         "saving.")  # fmt: skip
     flags.DEFINE_string(
-        "profile_steps", None, "Write a profiler trace of these steps, FIRST:LAST, into MODEL_DIR.")  # fmt: skip
+        "profile_steps", None, "Write a profiler trace of these steps, FIRST:LAST, into MODEL_DIR/profile.")  # fmt: skip
+    flags.DEFINE_bool(
+        "dump_hlo", False, "Write the training step into MODEL_DIR/hlo, as the compiler gets it (StableHLO) and as it comes "
+        "out (optimised HLO).")  # fmt: skip
 
 
 def define_sweep_flags() -> None:

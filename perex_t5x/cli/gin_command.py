@@ -96,6 +96,10 @@ def _run_flags(command: str, args: Any) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if args.dry_run:
         given["dry_run"] = True
+    if args.dump_hlo:
+        if command != "train":
+            raise ConfigError("--dump_hlo is for perex_t5x.train only.")
+        given["dump_hlo"] = True
     if args.profile_steps:
         if command != "train":
             raise ConfigError("--profile_steps is for perex_t5x.train only.")

@@ -24,7 +24,8 @@ _VERSION = 2  # of jobs.json
 # The Gin macros that say where a command writes.
 _FOLDERS = ("MODEL_DIR", "EVAL_OUTPUT_DIR", "INFER_OUTPUT_DIR")
 # Flags that are passed on to the jobs if they are given.
-_PASSED_ON = ("cluster_detection", "initialization_timeout", "heartbeat_timeout", "phase_timeout", "profile_steps")
+_TIMEOUTS = ("initialization_timeout", "heartbeat_timeout", "phase_timeout")
+_PASSED_ON = ("cluster_detection", *_TIMEOUTS, "profile_steps", "dump_hlo")
 
 
 @dataclass(frozen=True)

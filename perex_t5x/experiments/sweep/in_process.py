@@ -96,6 +96,8 @@ def _check(arguments: Mapping[str, Any]) -> None:
     for argument, what in (("infer_eval_dataset_cfg", "evaluate by decoding"), ("profile_steps", "write profiles")):
         if arguments[argument] is not None:
             raise ConfigError(f"--together does not {what} (train.{argument}): leave --together out.")
+    if arguments["dump_hlo"]:
+        raise ConfigError("--together does not write HLO (train.dump_hlo): leave --together out.")
     if jax.process_count() > 1:
         raise ConfigError("--together is for one process: leave --together out.")
 
