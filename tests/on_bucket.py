@@ -102,10 +102,9 @@ def main(remote: str, local: str) -> dict:
 
 
 def losses(folder: str) -> dict[int, float]:
-    from etils import epath
+    from perex_t5x.metrics import read_rows
 
-    rows = [json.loads(line) for line in (epath.Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows if row["name"] == "train" and "loss" in row}
+    return {row["step"]: row["loss"] for row in read_rows(folder) if row["name"] == "train" and "loss" in row}
 
 
 if __name__ == "__main__":
