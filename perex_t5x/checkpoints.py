@@ -66,12 +66,10 @@ class Checkpointer:
     def __init__(self, model_dir: str, config: SaveCheckpointConfig | None, in_background: bool = True):
         self._config, self._in_background = config, in_background
         self._model_dir = absolute(model_dir)
+        if files.is_remote(model_dir) and jax.process_index() == 0:
+            _remove_unfinished(epath.Path(self._model_dir))
         options = ocp.CheckpointManagerOptions(
-            step_prefix=PREFIX,
-            max_to_keep=config.keep if config else None,
-            create=True,
-            # Half-written ones carry the name of a whole one there, and are paid for.
-            cleanup_tmp_directories=files.is_remote(model_dir),
+            step_prefix=PREFIX, max_to_keep=config.keep if config else None, create=True
         )
         self._manager = ocp.CheckpointManager(self._model_dir, options=options)
 
@@ -113,6 +111,17 @@ class Checkpointer:
     def close(self) -> None:
         self.wait()
         self._manager.close()
+
+
+def _remove_unfinished(folder: epath.Path) -> None:
+    """Removes half-written checkpoints from an object store, where they carry the name of a whole one, and are paid for.
+
+    Orbax's own `cleanup_tmp_directories` would remove every folder without its marker: metrics, event files, profiles.
+    """
+    for path in folder.iterdir() if folder.exists() else ():
+        if _NAME.fullmatch(path.name) and not _is_whole(os.fspath(path)):
+            logging.info("removing %s, which was not finished", path)
+            path.rmtree()
 
 
 @contextlib.contextmanager

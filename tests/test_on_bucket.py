@@ -91,6 +91,8 @@ def test_a_run_in_a_bucket(cloud_storage, tmp_path):
         "hlo/step.optimized_hlo.txt",
     ):
         assert f"runs/a/{name}" in objects
+    assert len([name for name in objects if "/train/events" in name]) == 2  # of the first start as well
+    assert len([name for name in objects if "/goodput/" in name and name.endswith(".json")]) == 2
     for part in ("profile/plugins/profile/", "train/events", "training_eval/", "inference_eval/", ".xplane.pb"):
         assert any(part in name for name in objects), part
     assert not [name for name in objects if name.endswith(".tmp") or ".access_" in name]
