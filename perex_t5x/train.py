@@ -30,7 +30,7 @@ from absl import logging
 
 from perex_t5x import checkpoints, distributed, evaluation, gin_utils, loop, profiling, run_dir
 from perex_t5x.cli import status
-from perex_t5x.data import lookup
+from perex_t5x.data import lookup, streaming
 from perex_t5x.data.feed import Feed, batch_spec, make_feed
 from perex_t5x.errors import ConfigError
 from perex_t5x.goodput import Recorder, process_begun
@@ -194,6 +194,7 @@ class Training:
         protocol.require(model, protocol.Model, "training")
         trainer.check_batch_size(config.batch_size)
         trainer.partitioner.check_model(protocol.sharded_dimensions(model))
+        streaming.check_hosts(config, trainer.partitioner.data_sharding)
         logging.info("%s", trainer.partitioner.describe_batch(config.batch_size))
         converter = protocol.feature_converter_cls(model)
         spec = batch_spec(config, converter)

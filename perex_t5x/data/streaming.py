@@ -85,6 +85,12 @@ def data_shards(sharding: jax.sharding.Sharding, batch_size: int) -> dict[int, D
     return {process: DataShard(len(distinct), distinct.index(rows), rows) for process, rows in rows_of.items()}
 
 
+def check_hosts(cfg: Any, sharding: jax.sharding.Sharding) -> None:
+    """Raises `ConfigError` if the batch of a `DatasetConfig` that asks for streaming cannot be divided among the hosts."""
+    if cfg.feed == "streaming":
+        data_shards(sharding, cfg.batch_size)
+
+
 class StreamingFeed(Feed):
     """Batches in sequence from a SeqIO pipeline.
 

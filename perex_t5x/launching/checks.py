@@ -1,57 +1,109 @@
 """Before anything is created: Gin files, preflight, bucket and zone are checked, the cost is shown, the user confirms.
 
-    python -m perex_t5x.launching.checks --jobs=jobs.json --devices=256
-
-builds the configuration of every job on fake devices, as the hosts will; it compiles and writes nothing. It runs in the
-folder of jobs.json, so that a file that is not copied along is missed here and not on paid chips. It exits with 2 if a job
-has a configuration error, and lists all of them.
+Each check adds to a `Checklist` what it has looked at, how long that took, and what it could not see from here.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import hashlib
+import importlib.metadata
 import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import perex_t5x
-from perex_t5x import cli
+from perex_t5x import files, gin_utils
 from perex_t5x.cli import console, status
 from perex_t5x.errors import ConfigError, Reason, TrainingError
 from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching import bundle, names, shell
+from perex_t5x.launching.gin_check import GinReport
 from perex_t5x.launching.request import Request
 from perex_t5x.launching.shell import Commands, say
-from perex_t5x.launching.spec import Job, Work
+from perex_t5x.launching.spec import Job
+
+# Environment variables that decide what the compiler does.
+_COMPILER_VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "TPU_")
+
+
+@dataclass
+class Checklist:
+    """What the checks before a launch have looked at, and what they have not.
+
+    >>> checklist = Checklist()
+    >>> checklist.checked("the bucket gs://b exists")
+    >>> checklist.not_checked("whether slices are free now")
+    >>> print("\\n".join(checklist.lines()))
+    checked   the bucket gs://b exists
+    unchecked whether slices are free now
+    """
+
+    done: list[str] = field(default_factory=list)
+    open: list[str] = field(default_factory=list)
+
+    def checked(self, what: str, since: float | None = None) -> None:
+        """`since`: when the check began, by `time.monotonic`."""
+        took = "" if since is None else f" ({time.monotonic() - since:.1f} s)"
+        self.done.append(f"{what}{took}")
+
+    def not_checked(self, what: str) -> None:
+        self.open.append(what)
+
+    def lines(self) -> list[str]:
+        parts = (("checked", dict.fromkeys(self.done)), ("unchecked", dict.fromkeys(self.open)))
+        return [f"{'' if i else label:<10}{text}" for label, texts in parts for i, text in enumerate(texts)]
 
 
 def _python(request: Request, module: str, *arguments: str) -> list[str]:
     """A command of this package on the CPU, which can import --with_package but nothing from the working directory."""
     packages = [os.path.abspath(p) for p in request.with_package if os.path.isdir(p)]
     paths = [str(Path(perex_t5x.__file__).parent.parent), *packages, *(os.path.join(p, "src") for p in packages)]
-    environment = ["JAX_PLATFORMS=cpu", "XLA_FLAGS=", f"PYTHONPATH={':'.join(paths)}"]
+    given = [f"{name}={value}" for name, value in (getattr(request, "environment", None) or {}).items()]
+    environment = [*given, "JAX_PLATFORMS=cpu", "XLA_FLAGS=", f"PYTHONPATH={':'.join(paths)}"]
     return ["env", *environment, sys.executable, "-P", "-m", module, *arguments]
 
 
-def check_gin(request: Request, commands: Commands) -> None:
-    """Builds every distinct configuration on as many fake devices as the slices have, in its own process."""
+def check_gin(request: Request, commands: Commands, checklist: Checklist | None = None) -> None:
+    """Builds every distinct configuration on the devices of the slices, in its own process; see `gin_check`."""
+    checklist, since = checklist or Checklist(), time.monotonic()
     devices = request.slice.devices * request.slices if request.slice else 1
+    if request.skip_gin_check:
+        checklist.not_checked("the Gin files (--skip_gin_check)")
     if commands.dry_run or request.skip_gin_check:
         return  # the check needs files that a dry run does not write
-    say(f"checking the Gin files on {devices} fake device(s)")
+    topology = getattr(request.slice, "topology", "")
+    on = f"the devices of {request.slices} x {topology}" if topology else f"{devices} fake device(s)"
+    say(f"checking the Gin files on {on}")
     with tempfile.TemporaryDirectory() as folder:
         bundle.write_jobs(request.work, folder, commands)
-        argv = _python(request, "perex_t5x.launching.checks", f"--jobs={folder}/jobs.json", f"--devices={devices}")
-        done = commands.run(argv, check=False)
-    if done.returncode == 2 and done.stdout.strip():
+        path = os.path.join(folder, "report.json")
+        where = [f"--devices={devices}", f"--topology={topology}", f"--slices={request.slices}"]
+        module = "perex_t5x.launching.gin_check"
+        done = commands.run(
+            _python(request, module, f"--jobs={folder}/jobs.json", *where, f"--report={path}"), check=False
+        )
+        report = GinReport.from_json(Path(path).read_text(encoding="utf-8")) if os.path.exists(path) else None
+    if done.returncode == Reason.CONFIGURATION.exit_code and done.stdout.strip():
         raise ConfigError(done.stdout.strip())
-    if done.returncode != 0:
+    if done.returncode != 0 or report is None:
         raise TrainingError(f"the Gin files could not be checked:\n{done.said}")
+    hosts = ""
+    if report.hosts == request.slices * getattr(request.slice, "hosts", 0):
+        hosts = f", and the rows that each of {report.hosts} host(s) reads"
+    elif report.hosts:  # v5e-8 and v6e-8 are one host of eight chips, or two of four
+        checklist.not_checked(f"which rows each host reads: the compiler describes {report.hosts} hosts of four chips")
+    what = f"{report.built} configuration(s), built on {on}: model, mesh, batch, task{hosts}"
+    checklist.checked(what, since)
+    for text in report.unchecked:
+        checklist.not_checked(text)
+    checklist.not_checked("whether the hosts can read the data (the tasks were looked up from here), and how fast")
 
 
 def largest_batches(jobs: tuple[Job, ...]) -> dict[str, Job]:
@@ -72,31 +124,93 @@ def largest_batches(jobs: tuple[Job, ...]) -> dict[str, Job]:
     return {job.name: largest[files(job)] for job in jobs}
 
 
-def preflight(request: Request, commands: Commands) -> Estimate:
+def preflight(request: Request, commands: Commands, checklist: Checklist | None = None) -> Estimate:
     """Compiles the steps for the slices, unless --skip_preflight; a step that does not fit is an error, with its table."""
+    checklist, since = checklist or Checklist(), time.monotonic()
     jobs, kind = request.work.jobs, request.slice
     seconds: dict[str, float | None] = {}
-    if not request.skip_preflight and all(job.module == "perex_t5x.train" for job in jobs):
-        chosen = largest_batches(jobs)
-        compiled = {job.name: job for job in chosen.values()}
-        if not commands.dry_run:
-            say(f"compiling {len(compiled)} step(s) for {request.slices} x {kind.topology}; this takes minutes")
-        if len(compiled) < len(jobs) and not commands.dry_run:
-            say("only the largest batch among runs with the same Gin files; the others are scaled from it")
-        seconds_per_step = {name: _preflight_one(request, job, commands) for name, job in compiled.items()}
-        for job in jobs:
-            of, per_step = chosen[job.name], seconds_per_step[chosen[job.name].name]
-            seconds[job.name] = per_step and per_step * job.batch_size / max(of.batch_size, 1)
+    if request.skip_preflight or any(job.module != "perex_t5x.train" for job in jobs):
+        why = "--skip_preflight" if request.skip_preflight else "only a training's step can be compiled here"
+        checklist.not_checked(f"whether the program fits on the slices, and its time ({why})")
+        return estimate(jobs, seconds, kind, request.slices)
+    chosen = largest_batches(jobs)
+    compiled = {job.name: job for job in chosen.values()}
+    known = {} if commands.dry_run else {name: _Answer.read(request, job) for name, job in compiled.items()}
+    unknown = [name for name in compiled if known.get(name) is None]
+    if unknown and not commands.dry_run:
+        say(
+            f"compiling {len(unknown)} step(s) for {request.slices} x {kind.topology}; this takes minutes the first time"
+        )
+    if len(compiled) < len(jobs) and not commands.dry_run:
+        say("only the largest batch among runs with the same Gin files; the others are scaled from it")
+    answers = {name: known.get(name) or _preflight_one(request, job, commands) for name, job in compiled.items()}
+    for name in known.keys() - set(unknown):
+        say(answers[name].table)
+    for job in jobs:
+        of, per_step = chosen[job.name], answers[chosen[job.name].name].seconds
+        seconds[job.name] = per_step and per_step * job.batch_size / max(of.batch_size, 1)
+    before = f", {len(compiled) - len(unknown)} of them before" if len(unknown) < len(compiled) else ""
+    checklist.checked(
+        f"{len(compiled)} step(s), compiled for {request.slices} x {kind.topology}{before}: they fit", since
+    )
+    checklist.not_checked("the hosts' memory, and the real speed of steps, network and input")
     return estimate(jobs, seconds, kind, request.slices)
 
 
-def _preflight_one(request: Request, job: Job, commands: Commands) -> float | None:
-    """Seconds per step."""
+@dataclass(frozen=True)
+class _Answer:
+    """What preflight said of a step that fits: seconds per step, and its table.
+
+    Answers are kept on disk by everything that they depend on: the command with its Gin bindings, the contents of the Gin
+    files, all files of this package, the versions of all installed packages, the compiler's variables. With a package of the
+    user's own nothing is kept, as its code may read anything; preflight's cache of compiled programs still helps then.
+    """
+
+    seconds: float | None
+    table: str
+
+    @classmethod
+    def read(cls, request: Request, job: Job) -> _Answer | None:
+        path = cls._path(request, job)
+        try:
+            return path and cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):  # missing, or damaged
+            return None
+
+    def keep(self, request: Request, job: Job) -> None:
+        path = self._path(request, job)
+        if path:
+            with contextlib.suppress(OSError):  # a full disk is no reason to lose the result
+                files.write_atomically(path, json.dumps(vars(self)))
+
+    @staticmethod
+    def _path(request: Request, job: Job) -> Path | None:
+        from perex_t5x.preflight import report_cache
+
+        if request.with_package:
+            return None
+        package = Path(perex_t5x.__file__).parent
+        sources = [*sorted(package.rglob("*.py")), *sorted(Path(gin_utils.shipped_gin_dir()).rglob("*.gin"))]
+        sources += [Path(path) for _, path in sorted(request.work.gin_files.items())]
+        contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sources]
+        installed = sorted(f"{d.metadata['Name']} {d.version}" for d in importlib.metadata.distributions())
+        variables = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(_COMPILER_VARIABLES))
+        names_of_files = sorted(request.work.gin_files)
+        parts = [sys.version, *_preflight_command(request, job), *names_of_files, *contents, *installed, *variables]
+        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        return report_cache.default_folder() / f"launch-{key}.json"
+
+
+def _preflight_command(request: Request, job: Job) -> list[str]:
     where = [f"--topology={request.slice.topology}", f"--slices={request.slices}"]
-    argv = _python(request, "perex_t5x.preflight", *where, *job.gin_arguments)
+    return _python(request, "perex_t5x.preflight", *where, *job.gin_arguments)
+
+
+def _preflight_one(request: Request, job: Job, commands: Commands) -> _Answer:
+    argv = _preflight_command(request, job)
     if commands.dry_run:
         commands.run(argv)
-        return None
+        return _Answer(None, "")
     with tempfile.TemporaryDirectory() as folder:
         bundle.write_jobs(request.work, folder, commands)
         path, status_file = os.path.join(folder, "preflight.json"), os.path.join(folder, "status.json")
@@ -113,14 +227,19 @@ def _preflight_one(request: Request, job: Job, commands: Commands) -> float | No
         )
     if done.returncode != 0 or not case:
         raise ConfigError(f"preflight of {job.name}: {ended.message}\nTo skip this check: --skip_preflight.")
-    return case["seconds"]
+    answer = _Answer(case["seconds"], done.stdout)
+    answer.keep(request, job)
+    return answer
 
 
-def bucket(request: Request, commands: Commands, must_see: bool = True) -> dict[str, Any]:
+def bucket(
+    request: Request, commands: Commands, must_see: bool = True, checklist: Checklist | None = None
+) -> dict[str, Any]:
     """Raises `ConfigError` if the bucket does not exist; notes if it is far from the slices. Returns its description.
 
     `must_see=False`: a user without access to it may continue, as the hosts' account may have access.
     """
+    checklist, since = checklist or Checklist(), time.monotonic()
     name = names.bucket_of(request.work.root)
     argv = ["gcloud", "storage", "buckets", "describe", name, "--format=json", f"--project={request.project}"]
     done = commands.run(argv, check=False, dry="{}")
@@ -135,7 +254,10 @@ def bucket(request: Request, commands: Commands, must_see: bool = True) -> dict[
         if must_see:
             raise ConfigError(words)
         say(f"note: {words}")
+        checklist.not_checked(f"whether the bucket {name} exists")
         return {}
+    checklist.checked(f"the bucket {name} exists", since)
+    checklist.not_checked(f"whether the hosts' service account may list, read, write and delete in {name}")
     described = json.loads(done.stdout or "{}")
     location, region = str(described.get("location", "")).lower(), (request.zone or "").rpartition("-")[0]
     if location and region and location not in (region, region.partition("-")[0]):
@@ -143,13 +265,16 @@ def bucket(request: Request, commands: Commands, must_see: bool = True) -> dict[
     return described
 
 
-def zone_has(request: Request, commands: Commands) -> None:
+def zone_has(request: Request, commands: Commands, checklist: Checklist | None = None) -> None:
     """Raises `ConfigError` if the zone has no such slices. Whether some are available shows when they are created."""
+    checklist, since = checklist or Checklist(), time.monotonic()
     where = [f"--zone={request.zone}", f"--project={request.project}"]
     kind = request.slice.accelerator_type
     argv = ["gcloud", "compute", "tpus", "accelerator-types", "describe", kind, *where, "--format=json"]
     done = commands.run(argv, check=False)
     if done.returncode == 0:
+        checklist.checked(f"{request.zone} offers {kind}", since)
+        checklist.not_checked(f"whether {request.slices} such slice(s) are free now")
         return
     if done.matches(shell.GONE):
         raise ConfigError(
@@ -159,28 +284,37 @@ def zone_has(request: Request, commands: Commands) -> None:
     raise ConfigError(f"whether the zone has {kind} is not known:\n{done.said}")
 
 
-def quota(request: Request, commands: Commands) -> None:
+def quota(request: Request, commands: Commands, checklist: Checklist | None = None) -> None:
     """Prints a note if the project's quota of chips in the zone is too small, or cannot be read.
 
     The numbers come from the Cloud Quotas API, which has to be enabled; gcloud needs its beta commands. They do not include
     what is in use, so a quota that is large enough is no guarantee. Reserved slices do not count against it.
     """
+    checklist, since = checklist or Checklist(), time.monotonic()
     if request.reservation or request.reserved:
+        checklist.not_checked("how much of the reservation is in use")
         return
     name = request.slice.quota_id(request.spot)
     if name is None:
+        checklist.not_checked("the quota")
         return
     argv = ["gcloud", "beta", "quotas", "info", "describe", name, "--service=tpu.googleapis.com"]
     done = commands.run([*argv, f"--project={request.project}", "--format=json", "--quiet"], check=False, timeout=60)
     if commands.dry_run:
         return
     if done.returncode != 0:
+        checklist.not_checked(f"the quota {name}")
         reason = done.said.strip().splitlines()[-1].strip()
         say(
             f"note: the quota {name} cannot be read ({reason}); whether it is sufficient shows when the slices are created."
         )
         return
     limit, wanted = quota_limit(json.loads(done.stdout), request.zone), request.slice.chips * request.slices
+    if limit is None:
+        checklist.not_checked(f"the quota {name}: it names no limit for {request.zone}")
+    else:
+        checklist.checked(f"the quota {name}: {'no limit' if limit < 0 else f'{limit} chips'}", since)
+        checklist.not_checked("how much of the quota is in use")
     if limit is not None and 0 <= limit < wanted:
         say(
             f"note: the quota {name} is {limit} in {request.zone}, and {wanted} chips would be requested. Request more at "
@@ -209,8 +343,8 @@ def confirm(summary: str, request: Request) -> None:
         console.confirm("Create?", refused="Nothing was created.")
 
 
-def summary(request: Request, cost: Estimate, commit: str, where: str) -> str:
-    """What would be created and run, in a few lines."""
+def summary(request: Request, cost: Estimate, commit: str, where: str, checklist: Checklist | None = None) -> str:
+    """What would be created and run, in a few lines; then what was checked and what was not."""
     kind, work = request.slice, request.work
     what = f"{len(work.jobs)} runs, one after another" if work.sweep else f"{work.jobs[0].module} of one run"
     tier = "spot, may be preempted at any time" if request.spot else request.reservation or "on demand"
@@ -227,6 +361,7 @@ def summary(request: Request, cost: Estimate, commit: str, where: str) -> str:
             f"commit    {commit}",
             *(f"{'' if i else 'along':<10}{path}" for i, path in enumerate(along)),
             f"cost      {cost.words()}",
+            *(checklist.lines() if checklist and not request.dry_run else ()),
             "",
         ]
     )
@@ -280,63 +415,3 @@ def estimate(jobs: Sequence[Job], seconds: Mapping[str, float | None], kind: Sli
     each = [seconds.get(job.name) for job in jobs]
     hours = None if None in each else sum(s * job.train_steps for s, job in zip(each, jobs, strict=True)) / 3600
     return Estimate(kind.chips * slices, kind.price, hours)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", required=True)
-    parser.add_argument("--devices", type=int, required=True)
-    options = parser.parse_args(argv)
-    with open(options.jobs, encoding="utf-8") as f:
-        jobs = Work.from_json(f.read()).jobs
-    os.chdir(os.path.dirname(os.path.abspath(options.jobs)))
-    console.set_up(quiet=True)
-    from perex_t5x.hardware.devices import use_cpu_backend
-
-    use_cpu_backend(options.devices)
-    console.import_tensorflow_quietly()
-    # The first of those that differ only in learning rate and seed.
-    one_per_group = list({(job.group or job.name): job for job in reversed(jobs)}.values())[::-1]
-    problems = [problem for job in one_per_group if (problem := _problem(job))]
-    for problem in dict.fromkeys(problems):
-        print(problem)
-    return Reason.CONFIGURATION.exit_code if problems else 0
-
-
-def _problem(job: Job) -> str | None:
-    from perex_t5x import gin_utils
-    from perex_t5x import train as train_script
-    from perex_t5x.experiments.sweep import plan
-    from perex_t5x.experiments.sweep.runs import Run
-
-    _configure_data(job)
-    sys.modules["__main__"].train = train_script.train  # ported files say `import __main__ as train_script`
-    values = {name: tuple(_values(job, name)) for name in ("gin_file", "gin_bindings", "gin_search_paths")}
-    paths = tuple(p for v in values["gin_search_paths"] for p in v.split(","))
-    if job.module != "perex_t5x.train":
-        try:
-            gin_utils.parse_gin_flags(paths, values["gin_file"], values["gin_bindings"])
-        except ConfigError as e:
-            return cli.cleaned(str(e))
-        return None
-    files, bindings, sizes = values["gin_file"], values["gin_bindings"], (job.batch_size, None, job.train_steps)
-    return plan.dry_run(Run(job.name, {}, files, bindings, (), *sizes, seed=0, examples=0, search_paths=paths))
-
-
-def _configure_data(job: Job) -> None:
-    """As `perex_t5x.cli` does in the job's own process."""
-    import seqio
-
-    for folder in _values(job, "tfds_data_dir"):
-        os.environ["TFDS_DATA_DIR"] = folder
-        seqio.set_tfds_data_dir_override(folder)
-    for folders in _values(job, "seqio_additional_cache_dirs"):
-        seqio.add_global_cache_dirs(folders.split(","))
-
-
-def _values(job: Job, flag: str) -> list[str]:
-    return [a.partition("=")[2] for a in job.arguments if a.startswith(f"--{flag}=")]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -135,16 +135,21 @@ def topology_macro() -> tuple[str | None, int]:
     return value("TOPOLOGY", None), value("NUM_SLICES", 1)
 
 
-def build_parsed(devices: Sequence[Any]) -> tuple[Trainer, BatchSpec]:
-    """The trainer of the parsed Gin configuration on these devices, and shapes and dtypes of its global batch."""
-    from perex_t5x import train as train_script
-    from perex_t5x.models.protocol import feature_converter_cls, sharded_dimensions
-
+def bind_devices(devices: Sequence[Any]) -> None:
+    """Has the parsed Gin configuration build its mesh from these devices; raises `ConfigError` where it cannot."""
     try:
         with gin.unlock_config():
             gin.bind_parameter("perex_t5x.partitioning.PjitPartitioner.devices", _Devices(devices))
     except ValueError as e:
         raise ConfigError("the Gin files use no perex_t5x.partitioning.PjitPartitioner, which preflight needs.") from e
+
+
+def build_parsed(devices: Sequence[Any]) -> tuple[Trainer, BatchSpec]:
+    """The trainer of the parsed Gin configuration on these devices, and shapes and dtypes of its global batch."""
+    from perex_t5x import train as train_script
+    from perex_t5x.models.protocol import feature_converter_cls, sharded_dimensions
+
+    bind_devices(devices)
     arguments = gin.get_bindings(train_script.train)
     missing = [name for name in ("model", "partitioner", "trainer_cls", "train_dataset_cfg") if name not in arguments]
     if missing:

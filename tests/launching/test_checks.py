@@ -3,18 +3,25 @@
 import dataclasses
 import io
 import json
+import shutil
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from perex_t5x.data import streaming
 from perex_t5x.errors import ConfigError
+from perex_t5x.hardware import devices
+from perex_t5x.hardware.devices import has_libtpu
 from perex_t5x.hardware.slices import Slice
-from perex_t5x.launching import bundle, checks
+from perex_t5x.launching import bundle, checks, gin_check
 from perex_t5x.launching.checks import Estimate
 from perex_t5x.launching.request import Request
-from perex_t5x.launching.shell import Commands
+from perex_t5x.launching.shell import Commands, Completed
 from perex_t5x.launching.spec import Job, Work
 
+PYTHON = checks._python  # env NAME=VALUE ... python -P -m module
 FILES = ("--gin_file=models/nano.gin", "--gin_file=runs/pretrain.gin", "--gin_file=optimizers/adamw.gin")
 
 
@@ -39,7 +46,7 @@ def request(*jobs, gin_files=None, **options):
     return Request(**{**values, "skip_gin_check": False, **options})
 
 
-def test_slips_of_several_runs_are_all_found_at_once(tmp_path, monkeypatch):
+def test_errors_of_several_runs_are_all_found_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = tmp_path / "own.gin"
     own.write_text("from __gin__ import dynamic_registration\n")
@@ -53,10 +60,64 @@ def test_slips_of_several_runs_are_all_found_at_once(tmp_path, monkeypatch):
     assert "fine" not in str(e.value)
 
 
+@pytest.mark.skipif(not has_libtpu(), reason="libtpu is not installed (extra 'tpu')")
+def test_configurations_are_built_on_the_devices_of_the_slices(monkeypatch):
+    one = job("a", 64, files=(*FILES, "--gin_file=meshes/fsdp.gin"))
+    report = gin_check.check([one, one], "v5e:4x4", 2)
+    assert report == gin_check.GinReport((), built=1, hosts=8, unchecked=())
+
+    def run(self, argv, **_):
+        path = next(a.partition("=")[2] for a in argv if a.startswith("--report="))
+        assert "--topology=v5e:4x4" in argv and "--slices=2" in argv and "--devices=32" in argv
+        Path(path).write_text(report.to_json())
+        return Completed(tuple(argv), 0, "", "")
+
+    monkeypatch.setattr(Commands, "run", run)
+    checklist = checks.Checklist()
+    checks.check_gin(request(one, slices=2), Commands(), checklist)
+    said = (
+        "1 configuration(s), built on the devices of 2 x v5e:4x4: model, mesh, batch, task, and the rows that each of 8"
+    )
+    assert checklist.done[0].startswith(said)
+    assert checklist.open == ["whether the hosts can read the data (the tasks were looked up from here), and how fast"]
+
+
+def test_without_the_compiler_devices_are_fake_and_it_is_said(monkeypatch):
+    monkeypatch.setattr(devices, "has_libtpu", lambda: False)
+    found, unchecked = gin_check._devices("v5e:4x4", 1)
+    assert found == [] and "which rows each host would read" in unchecked[0] and "not installed" in unchecked[0]
+    found, unchecked = gin_check._devices("", 1)
+    assert found == [] and "does not know these chips" in unchecked[0]
+
+
+def test_a_feed_that_streams_is_refused_where_hosts_share_some_of_their_rows():
+    """As `perex_t5x.train` does before it compiles; one that may stream gets a note, as the data's size is not known yet."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Device:
+        process_index: int
+
+    class Skewed:
+        def devices_indices_map(self, shape):
+            held = {0: (0, 8), 1: (4, 12), 2: (8, 16)}
+            return {Device(p): (slice(*rows), slice(None)) for p, rows in held.items()}
+
+    def arguments(feed):
+        cfg = SimpleNamespace(feed=feed, batch_size=16)
+        return {"train_dataset_cfg": cfg, "partitioner": SimpleNamespace(data_sharding=Skewed())}
+
+    with pytest.raises(ConfigError, match="either the same rows or none in common"):
+        streaming.check_hosts(arguments("streaming")["train_dataset_cfg"], Skewed())
+    assert "if not, the run is refused" in gin_check._division(arguments("auto"))[0]
+    streaming.check_hosts(arguments("cached")["train_dataset_cfg"], Skewed())
+    assert gin_check._division(arguments("cached")) == []
+
+
 def preflight_that(tmp_path, monkeypatch, code):
     """Puts a program in preflight's place; it is given the same arguments."""
     monkeypatch.setenv("PEREX_T5X_LAUNCH_DIR", str(tmp_path))
-    monkeypatch.setattr(checks, "_python", lambda request, module, *arguments: [sys.executable, "-c", code, *arguments])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(checks, "_python", lambda asked, module, *a: [*PYTHON(asked, module)[:-3], "-c", code, *a])
 
 
 FITS = "import sys, json; path = [a for a in sys.argv if a.startswith('--json=')][0][7:]\n"
@@ -65,12 +126,51 @@ FITS += "json.dump({'cases': [{'seconds': 36.0, 'fits': True}]}, open(path, 'w')
 
 def test_preflight_of_the_largest_batch_and_the_cost(tmp_path, monkeypatch, capfd):
     preflight_that(tmp_path, monkeypatch, FITS)
-    commands = Commands()
-    found = checks.preflight(request(job("a", 16), job("b", 32)), commands)
+    commands, checklist = Commands(), checks.Checklist()
+    found = checks.preflight(request(job("a", 16), job("b", 32)), commands, checklist)
     assert len(commands.record) == 1 and any("BATCH_SIZE = 32" in a for a in commands.record[0])
     assert found == Estimate(16, 1.2, (36 + 18) * 10 / 3600)
     said = capfd.readouterr().err
     assert "TABLE --topology=v5e:4x4 --slices=1" in said and "only the largest batch" in said
+    assert checklist.done[0].startswith("1 step(s), compiled for 1 x v5e:4x4: they fit")
+
+
+def test_preflight_is_asked_once_for_the_same_files_and_versions(tmp_path, monkeypatch, capfd):
+    preflight_that(tmp_path, monkeypatch, FITS)
+    own = tmp_path / "own.gin"
+    own.write_text("A = 1")
+
+    def asked(*jobs, **options):
+        commands, checklist = Commands(), checks.Checklist()
+        found = checks.preflight(request(*jobs, gin_files={"own.gin": str(own)}, **options), commands, checklist)
+        assert found.hours == 36 * 10 / 3600 and "TABLE" in capfd.readouterr().err
+        return any("-c" in argv for argv in commands.record), checklist.done[0]
+
+    one = job("a", 16)
+    assert asked(one)[0]
+    again, said = asked(one)
+    assert not again and "1 of them before" in said
+    # Whatever the compiled step may depend on is part of the key.
+    assert asked(job("a", 32))[0] and asked(job("a", 16, "X = 2"))[0] and asked(one, slices=2)[0]
+    assert asked(one, slice=Slice.of("v5e-64"))[0] and asked(one, environment={"LIBTPU_INIT_ARGS": "--a=1"})[0]
+    own.write_text("A = 2")
+    assert asked(one)[0] and not asked(one)[0]
+    monkeypatch.setattr(checks.importlib.metadata, "distributions", lambda: [])
+    assert asked(one)[0]
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--b=1")
+    assert asked(one)[0] and not asked(one)[0]
+    package = tmp_path / "copy" / "perex_t5x"
+    shutil.copytree(Path(checks.perex_t5x.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(checks.perex_t5x, "__file__", str(package / "__init__.py"))
+    assert asked(one)[0] and not asked(one)[0]
+    (package / "trainer.py").write_text("# changed")
+    assert asked(one)[0] and not asked(one)[0]
+    # A package of the user's own may read anything.
+    assert asked(one, with_package=(str(tmp_path),))[0] and asked(one, with_package=(str(tmp_path),))[0]
+    # A damaged answer is asked for again.
+    for path in (tmp_path / "perex_t5x" / "preflight").glob("launch-*.json"):
+        path.write_text("{")
+    assert asked(one)[0]
 
 
 def test_what_does_not_fit_is_refused_with_its_table(tmp_path, monkeypatch, capfd):
@@ -111,6 +211,22 @@ def test_the_summary(tmp_path):
     own = dataclasses.replace(request(job("a", 16)), reserved=True, with_package=(str(tmp_path),))
     said = checks.summary(own, Estimate(16, 1.2), "abc", "p, z")
     assert "host(s)), reserved" in said and f"along     {tmp_path} (not in git)" in said
+
+
+def test_the_summary_says_what_was_not_checked(tmp_path):
+    checklist = checks.Checklist()
+    asked = request(job("a", 16), skip_preflight=True, skip_gin_check=True, reserved=True)
+    checks.check_gin(asked, Commands(), checklist)
+    checks.quota(asked, Commands(), checklist)
+    cost = checks.preflight(asked, Commands(), checklist)
+    said = checks.summary(asked, cost, "abc", "p, z", checklist)
+    lines = [line for line in said.splitlines() if "check" in line or line.startswith("   ")]
+    assert lines[:3] == [
+        "unchecked the Gin files (--skip_gin_check)",
+        "          how much of the reservation is in use",
+        "          whether the program fits on the slices, and its time (--skip_preflight)",
+    ]
+    assert "unchecked" not in checks.summary(dataclasses.replace(asked, dry_run=True), cost, "abc", "p, z", checklist)
 
 
 @pytest.mark.slow

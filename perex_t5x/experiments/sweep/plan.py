@@ -8,7 +8,7 @@ import hashlib
 import io
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,13 +249,17 @@ def _check_configurations(runs: Sequence[Run], problems: list[str]) -> None:
             problems.append(problem)
 
 
-def dry_run(run: Run) -> str | None:
-    """The error of `perex_t5x.train --dry_run` for a run's configuration; None if there is none."""
+def dry_run(run: Run, prepare: Callable[[], None] = lambda: None) -> str | None:
+    """The error of `perex_t5x.train --dry_run` for a run's configuration; None if there is none.
+
+    `prepare` is called once the configuration is parsed.
+    """
     from perex_t5x import train as train_script
 
     with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()), quiet_logging():
         try:
             parse_configuration(run.files, run.bindings, run.search_paths, scratch)
+            prepare()
             gin.get_configurable(train_script.train)(dry_run=True)
         except ConfigError as e:
             return cli.cleaned(str(e))

@@ -85,14 +85,14 @@ def main(args: Any, words: list[str]) -> int:
 def _check(request: Request, todo: Steps) -> bundle.Checkout:
     """Everything that can be checked before anything is created."""
     files = bundle.checkout(request.allow_uncommitted)
-    commands = todo.commands
-    checks.bucket(request, commands)
-    checks.zone_has(request, commands)
-    checks.quota(request, commands)
+    commands, checklist = todo.commands, checks.Checklist()
+    checks.bucket(request, commands, checklist=checklist)
+    checks.zone_has(request, commands, checklist)
+    checks.quota(request, commands, checklist)
     todo.check_secrets(request.secrets)
-    checks.check_gin(request, commands)
-    cost = checks.preflight(request, commands)
-    say(checks.summary(request, cost, files.commit, f"{request.project}, {request.zone}"))
+    checks.check_gin(request, commands, checklist)
+    cost = checks.preflight(request, commands, checklist)
+    say(checks.summary(request, cost, files.commit, f"{request.project}, {request.zone}", checklist))
     return files
 
 

@@ -115,10 +115,11 @@ def _request(args: Any) -> Request:
 
 def _check(asked: Request, cluster: Cluster, plans: list[create.Planned]) -> None:
     """What all launchers check before they create anything, and the confirmation."""
-    commands = cluster.commands
-    _check_bucket(asked, commands)
-    checks.check_gin(asked, commands)
-    cost = checks.preflight(asked, commands)
+    commands, checklist = cluster.commands, checks.Checklist()
+    _check_bucket(asked, commands, checklist)
+    checks.check_gin(asked, commands, checklist)
+    cost = checks.preflight(asked, commands, checklist)
+    checklist.not_checked("whether the cluster has free nodes, and can pull the image")
     if (count := len(plans)) > 1:  # side by side: the same chip-hours in less time
         cost = dataclasses.replace(cost, chips=cost.chips * count, hours=cost.hours and cost.hours / count)
     shape = plans[0].shape
@@ -128,17 +129,18 @@ def _check(asked: Request, cluster: Cluster, plans: list[create.Planned]) -> Non
         + f"{shape.slices} x {shape.hosts} pods with {shape.chips_per_host} chips"
         + (f", in the queue {shape.queue}" if shape.queue else "")
     )
-    checks.confirm(checks.summary(asked, cost, f"that of the image {shape.image}", where), asked)
+    checks.confirm(checks.summary(asked, cost, f"that of the image {shape.image}", where, checklist), asked)
 
 
-def _check_bucket(asked: Request, commands: Commands) -> None:
+def _check_bucket(asked: Request, commands: Commands, checklist: checks.Checklist) -> None:
     """gcloud is needed for nothing else here: without it, or without a project, the bucket is assumed to exist."""
     project = asked.project
     if not commands.dry_run and not project and shutil.which("gcloud"):
         project = commands.read(["gcloud", "config", "get-value", "project"], check=False)
     if project and project != "(unset)" and (commands.dry_run or shutil.which("gcloud")):
-        checks.bucket(dataclasses.replace(asked, project=project), commands, must_see=False)
+        checks.bucket(dataclasses.replace(asked, project=project), commands, must_see=False, checklist=checklist)
     elif not commands.dry_run:
+        checklist.not_checked("whether the bucket exists")
         say("note: the bucket was not checked: gcloud is not installed, or there is no --project.")
 
 

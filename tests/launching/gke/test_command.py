@@ -612,7 +612,7 @@ def test_the_confirmation_shows_what_runs_side_by_side(monkeypatch, tmp_path, ca
 
     asked = []
     monkeypatch.setattr(checks, "check_gin", lambda *_: asked.append("gin"))
-    monkeypatch.setattr(checks, "bucket", lambda request, _, must_see: asked.append(request.project))
+    monkeypatch.setattr(checks, "bucket", lambda request, _, **options: asked.append(request.project))
     monkeypatch.setattr(checks, "preflight", lambda *_: checks.Estimate(256, 1.0, 8.0))
     (tmp_path / "gcloud").write_text("#!/bin/sh\necho my-project-1\n")
     (tmp_path / "gcloud").chmod(0o755)

@@ -29,7 +29,7 @@ def main():
     bundle._wheel = lambda source, target, commands: None
     bundle.checkout = lambda allow=False, root=None: bundle.Checkout("/checkout", "0123456789ab")
     session._MOST_CHECKS = 3
-    checks.check_gin = lambda request, commands: None
+    checks.check_gin = lambda request, commands, checklist=None: None
     jobs = tuple(Job(**{**job, "arguments": tuple(job["arguments"])}) for job in given["jobs"])
     options = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
     request = Request(
