@@ -180,12 +180,7 @@ class LaunchFolder:
 
     def list(self, *names: str) -> list[str]:
         """The names in a folder; [] if there is none."""
-        from etils import epath
-
-        try:
-            return sorted(path.name.rstrip("/") for path in epath.Path(self.join(*names)).iterdir())
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        return _names_in(self.join(*names))
 
     def join(self, *names: str) -> str:
         return "/".join([self.path, *names])
@@ -287,6 +282,17 @@ def no_progress(step: int | None, errors: Sequence[str]) -> str:
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 
 
+def _names_in(folder: str) -> list[str]:
+    """Sorted; [] if there is no such folder, for which TensorFlow, which reads gs://, has an exception of its own."""
+    from etils import epath
+
+    path = epath.Path(folder)
+    try:
+        return sorted(child.name.rstrip("/") for child in path.iterdir()) if path.is_dir() else []
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def newest_step(model_dir: str) -> int | None:
     """The step of the newest whole checkpoint in a run's folder; None if there is none.
 
@@ -296,10 +302,7 @@ def newest_step(model_dir: str) -> int | None:
     from etils import epath
 
     folder = epath.Path(model_dir)
-    try:
-        names = [path.name.rstrip("/") for path in folder.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    names = _names_in(model_dir)
     steps = sorted((int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))), reverse=True)
     remote = is_remote(model_dir)
     whole = (s for s in steps if not remote or (folder / f"checkpoint_{s}" / "commit_success.txt").exists())

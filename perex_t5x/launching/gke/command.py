@@ -6,16 +6,17 @@
     launch    (default) checks everything, creates the JobSets, follows them
     manifest  writes what `launch` would create, to --out or stdout
     follow    follows a launch: --name=...
-    status    shows the state of a launch, and why pods do not start: --name=...
+    status    shows the state of a launch, why pods do not start, and the first error of all hosts: --name=...
     collect   downloads metrics, logs and results to --out or launches/<name>: --name=...
     stop      stops a launch, which saves, and deletes it: --name=..., or --all; the same as delete
     list      lists all launches of the namespace
 
+With --dir=gs://... beside --name, `follow`, `status`, `collect` and `stop` read and write the bucket alone, without kubectl.
 Where: --context, --namespace, --queue, --priority, --service_account, --spot, --reservation. How many: --slices, --jobsets.
 --dry_run prints every command and runs none. See docs/launch_gke.md.
 
-Exit codes: 0 done; 2 a configuration error; 3 some runs of the sweep failed for good; 1 other failures;
-130 no longer following.
+Exit codes: 0 done; 2 a configuration error; 3 some runs of the sweep failed for good; 9 restarts without progress;
+10 stopped; 1 other failures; 130 no longer following.
 """
 
 from __future__ import annotations
@@ -32,14 +33,13 @@ from absl import flags
 from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.launching import checks, collect, names
-from perex_t5x.launching.gke import create, logs
+from perex_t5x.launching.gke import bucket, create, logs
 from perex_t5x.launching.gke.cluster import Cluster, State, connected, exit_codes, pod_phases, troubles, warnings
 from perex_t5x.launching.gke.create import JOBS_FILE
 from perex_t5x.launching.gke.logs import command
-from perex_t5x.launching.gke.manifest import LAUNCH_LABEL, NAME_LABEL, as_yaml
+from perex_t5x.launching.gke.manifest import as_yaml
 from perex_t5x.launching.request import Request, define_launch_flags
 from perex_t5x.launching.shell import Commands, Leftovers, say
-from perex_t5x.launching.spec import Work
 
 # Seconds that a process waits for the others: nodes start, and pull the image, minutes apart.
 _PATIENCE = "3600"
@@ -170,7 +170,16 @@ def _manifest(args: Any) -> int:
     return 0
 
 
+def _in_bucket(args: Any) -> list[bucket.Launch] | None:
+    """The launch as its bucket shows it, if only --dir says where it is; None: as the cluster does."""
+    if not args.dir or args.sweep or args.gin_file:
+        return None
+    return bucket.find(args.dir, _name(args))
+
+
 def _follow(args: Any) -> int:
+    if launches := _in_bucket(args):
+        return bucket.follow(launches, args.poll_seconds)
     return logs.follow(_cluster(args), _name(args), args.poll_seconds)
 
 
@@ -178,11 +187,13 @@ def _collect(args: Any) -> int:
     if args.sweep or args.gin_file:
         asked = _request(args)
         name, work, commands = asked.name, asked.work, Commands(args.dry_run)
+    elif launches := _in_bucket(args):
+        name, work, commands = _name(args), bucket.merged(launches), Commands(args.dry_run)
     else:
         name, cluster = _name(args), _cluster(args)
         if args.dry_run:
             raise ConfigError("a dry run of `collect` needs the flags of the launch, including --sweep or --gin_file.")
-        work, commands = work_of(cluster, name), cluster.commands
+        work, commands = logs.work_of(cluster, name), cluster.commands
     out = args.out or os.path.join("launches", name)
     if not commands.dry_run:
         kept = os.path.join(out, ".launch", name)
@@ -196,6 +207,8 @@ def _stop(args: Any) -> int:
     if bool(args.all) == bool(args.name):
         raise ConfigError("give either --name=..., or --all for every launch of the namespace.")
     group = None if args.all else _name(args)
+    if group and (launches := _in_bucket(args)):
+        return bucket.stop(launches)
     cluster = _cluster(args)
     jobsets = [jobset["metadata"]["name"] for jobset in cluster.jobsets(group=group)]
     if not jobsets and not args.dry_run:
@@ -204,7 +217,10 @@ def _stop(args: Any) -> int:
         console.confirm(f"Stop and delete {', '.join(jobsets)}?", refused="Nothing was changed.")
     cluster.commands.run(cluster.delete_group(group), timeout=1800)
     if jobsets:
-        say(f"deleted {', '.join(jobsets)}; running pods have --grace_seconds to save.")
+        say(
+            f"deleted {', '.join(jobsets)}; running pods have --grace_seconds to save, and to copy the last lines of their "
+            "logs to .launch in the launch's folder."
+        )
     return 0
 
 
@@ -220,6 +236,8 @@ def _name(args: Any) -> str:
 
 def _status(args: Any) -> int:
     """Prints the state of each JobSet of a launch, its pods, why some do not start, and the cluster's last warnings."""
+    if launches := _in_bucket(args):
+        return bucket.status(launches)
     cluster, group = _cluster(args), _name(args)
     states = [State.of(jobset) for jobset in cluster.jobsets(group=group)]
     if cluster.commands.dry_run:
@@ -238,6 +256,8 @@ def _status(args: Any) -> int:
             print(f"  {words}")
         for words in warnings(events, state.name):
             print(f"  event: {words}")
+    for line in logs.from_bucket(cluster, group, [state.name for state in states]):
+        print(line)
     print(f"to follow it: {command('follow', cluster, group)}\nto stop it: {command('stop', cluster, group)}")
     return 0
 
@@ -253,19 +273,3 @@ def _list(args: Any) -> int:
     if not states:
         print(f"no launches in the namespace {cluster.namespace} of {cluster.context}.")
     return 0
-
-
-def work_of(cluster: Cluster, group: str) -> Work:
-    """What a launch runs, read from its ConfigMaps, which exist as long as its JobSets."""
-    maps = cluster.get("configmaps", f"{NAME_LABEL}={group}")
-    if not maps:
-        raise ConfigError(
-            f"there is no launch {group} on the cluster (any more). Its results are in the bucket: give `collect` the flags "
-            "of the launch, including --sweep or --gin_file."
-        )
-    # A ConfigMap that no JobSet owns (it was created from a manifest) may be left from an earlier launch.
-    newest = max(maps, key=lambda one: one["metadata"].get("creationTimestamp", ""))
-    launch = newest["metadata"]["labels"].get(LAUNCH_LABEL)
-    maps = [one for one in maps if one["metadata"]["labels"].get(LAUNCH_LABEL) == launch]
-    parts = [Work.from_json(one["data"]["file-0"]) for one in maps]
-    return dataclasses.replace(parts[0], jobs=tuple(job for part in parts for job in part.jobs))

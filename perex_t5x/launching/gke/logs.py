@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import shlex
 import subprocess
@@ -10,11 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from perex_t5x import buckets
 from perex_t5x.errors import ConfigError, Reason, TrainingError
+from perex_t5x.launching.gke import bucket
 from perex_t5x.launching.gke.cluster import FAILED, Cluster, State, exit_codes, first_pod, troubles
-from perex_t5x.launching.gke.manifest import CONTAINER
+from perex_t5x.launching.gke.manifest import CONTAINER, LAUNCH_LABEL, NAME_LABEL
 from perex_t5x.launching.shell import CommandError, Leftovers, end, say, with_notes
-from perex_t5x.launching.spec import FINAL_REASONS
+from perex_t5x.launching.spec import FINAL_REASONS, Work
 
 _MOST_SILENT_POLLS = 30
 
@@ -73,7 +76,7 @@ def follow(cluster: Cluster, group: str, poll_seconds: float = 10.0, begun: Call
 
     Returns:
       The exit code of the command: 0 all completed; 2 a configuration error; 3 some runs of the sweep failed for good;
-      1 anything else.
+      those of other final reasons, such as 9 without progress; 1 anything else.
     """
     log = Log(cluster)
     try:
@@ -158,11 +161,40 @@ def _finished(cluster: Cluster, group: str, states: list[State]) -> int:
         reason, why = sorted(final)[0], f"{', '.join(sorted(final))}: a restart would end in the same way"
     else:
         reason, why = Reason.ERROR, f"given up after {max(state.restarts for state in failed)} restarts"
+    for line in from_bucket(cluster, group, [state.name for state in failed]):
+        say(line)
     say(
         f"{group}: {', '.join(state.name for state in failed)} failed: {why}.\n"
         f"details: {command('status', cluster, group)}\n{_how_to_delete(cluster, group)}"
     )
     return reason.exit_code
+
+
+def from_bucket(cluster: Cluster, group: str, jobsets: list[str]) -> list[str]:
+    """What the launch's folder says: how far the run is, the first error of all hosts, goodput. A bucket that this machine
+    may not read is a note: the cluster has said the rest."""
+    try:
+        root = work_of(cluster, group).root
+        buckets.check(root, "the launch's folder", writes=False)
+        return [line for name in jobsets for line in bucket.Launch(root, name).lines()]
+    except Exception as e:
+        return [f"note: logs and errors of all hosts are in the bucket, which cannot be read from here: {e}"]
+
+
+def work_of(cluster: Cluster, group: str) -> Work:
+    """What a launch runs, read from its ConfigMaps, which exist as long as its JobSets."""
+    maps = cluster.get("configmaps", f"{NAME_LABEL}={group}")
+    if not maps:
+        raise ConfigError(
+            f"there is no launch {group} on the cluster (any more). Its results are in the bucket: give `collect` the flags "
+            "of the launch, including --sweep or --gin_file."
+        )
+    # A ConfigMap that no JobSet owns (it was created from a manifest) may be left from an earlier launch.
+    newest = max(maps, key=lambda one: one["metadata"].get("creationTimestamp", ""))
+    launch = newest["metadata"]["labels"].get(LAUNCH_LABEL)
+    maps = [one for one in maps if one["metadata"]["labels"].get(LAUNCH_LABEL) == launch]
+    parts = [Work.from_json(one["data"]["file-0"]) for one in maps]
+    return dataclasses.replace(parts[0], jobs=tuple(job for part in parts for job in part.jobs))
 
 
 def _how_to_delete(cluster: Cluster, group: str) -> str:
