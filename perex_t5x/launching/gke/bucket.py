@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from perex_t5x import buckets, goodput
+from perex_t5x import buckets
 from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.launching import collect, launch_folder, names
 from perex_t5x.launching.launch_folder import STATE, LaunchFolder
@@ -42,43 +41,23 @@ class Launch:
         content = self.folder.read(STATE)
         return content if isinstance(content, dict) else {}
 
-    @property
-    def work(self) -> Work | None:
-        """What runs; None before host 0 has begun."""
-        content = self.folder.read("jobs.json")
-        return None if content is None else Work.from_json(json.dumps(content))
-
-    def lines(self, state: Mapping[str, Any] | None = None) -> list[str]:
-        """How far it is, the first error of all hosts, and where the time went."""
-        state = self.state if state is None else state
-        shown = [f"{self.name}: {described(state)}"]
-        if error := collect.first_error(self.root, self.name):
-            shown.append(f"  first error of the newest attempt that failed: {error}")
-        if (work := self.work) is not None:
-            for job in work.jobs:
-                if (len(work.jobs) == 1 or job.name == state.get("job")) and (line := goodput.summary(job.model_dir)):
-                    shown.append(f"  {job.name}: {line}")
-        return shown
+    def lines(self) -> list[str]:
+        """How far it is, where the time went, and the first error of all hosts."""
+        if self.folder.read("jobs.json") is None:
+            return [f"{self.name}: no host has begun yet"]
+        return collect.status(self.root, self.name).lines()
 
 
 def described(state: Mapping[str, Any]) -> str:
-    """state.json in words.
+    """state.json in words that change when something happens.
 
-    >>> described({"phase": "running", "job": "a", "number": 2, "jobs": 5, "step": 100, "time": "2025-11-18T12:03:11.201Z"})
-    'running a (2 of 5), step 100, as of 2025-11-18 12:03:11 UTC'
-    >>> described({"phase": "ended", "reason": "no_progress", "time": "2025-11-18T12:03:11.201Z"})
-    'ended (no_progress), as of 2025-11-18 12:03:11 UTC'
+    >>> described({"phase": "running", "job": "a", "step": 100}), described({"phase": "ended", "reason": "no_progress"})
+    ('running a', 'ended (no_progress)')
     """
-    if not state:
-        return "no host has begun yet"
-    words = str(state.get("phase", ""))
-    if words == "ended":
-        words += f" ({state.get('reason', '')})"
-    elif state.get("job"):
-        words += f" {state['job']} ({state.get('number')} of {state.get('jobs')})"
-        words += f", step {state['step']}" if state.get("step") is not None else ""
-    moment = str(state.get("time", ""))[:19].replace("T", " ")
-    return f"{words}, as of {moment} UTC"
+    phase = str(state.get("phase", "")) or "no host has begun yet"
+    if phase == "ended":
+        return f"{phase} ({state.get('reason', '')})"
+    return f"{phase} {state.get('job', '')}".rstrip()
 
 
 def find(root: str, group: str) -> list[Launch]:
@@ -95,9 +74,7 @@ def find(root: str, group: str) -> list[Launch]:
 
 def merged(launches: list[Launch]) -> Work:
     """What all of them run."""
-    parts = [work for launch in launches if (work := launch.work) is not None]
-    if not parts:
-        raise ConfigError(f"{launches[0].folder.path} has no jobs.json: no host has begun yet.")
+    parts = [collect.read_work(launch.root, launch.name) for launch in launches]
     return dataclasses.replace(parts[0], jobs=tuple(job for part in parts for job in part.jobs))
 
 
@@ -124,15 +101,15 @@ def follow(launches: list[Launch], poll_seconds: float, sleep: Callable[[float],
         states = [launch.state for launch in launches]
         for launch, state, log in zip(launches, states, logs, strict=True):
             log.print(state)
-            words = described({**state, "step": None} if state else {}).partition(", as of")[0]
+            words = described(state)
             if shown.get(launch.name) != words:
                 shown[launch.name] = words
                 say(f"{launch.name}: {words}")
         reasons = [_end(state) for state in states]
         if all(reasons):
-            for launch, state, reason in zip(launches, states, reasons, strict=True):
+            for launch, reason in zip(launches, reasons, strict=True):
                 if reason is not Reason.DONE:
-                    say("\n".join(launch.lines(state)))
+                    say("\n".join(launch.lines()))
             return max((reason for reason in reasons), key=lambda reason: reason is not Reason.DONE).exit_code
         sleep(poll_seconds)
 
