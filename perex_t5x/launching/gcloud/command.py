@@ -2,6 +2,7 @@
 
     launch/gcloud_tpu.py launch --sweep=sweeps/sqrt_lr.gin --dir=gs://bucket/sweeps/sqrt --topology=v5e:16x16 --spot
     launch/gcloud_tpu.py --gin_file=... --gin.MODEL_DIR=gs://bucket/run --topology=v5e-16 --dry_run
+    launch/gcloud_tpu.py launch --detach ...; then from any machine: launch/gcloud_tpu.py follow --dir=gs://bucket/run
 
 COMMAND is `launch` (the default: all steps), or one step: check, create, wait, copy, install, start, follow, collect,
 delete; or status, stop (the program; the slices stay), list (what launches have created in the zone), delete_all.
@@ -22,7 +23,9 @@ from absl import flags
 from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, Reason, TrainingError, did_you_mean
 from perex_t5x.launching import bundle, checks, collect, names
-from perex_t5x.launching.gcloud import logs, remote, resource, session, steps
+from perex_t5x.launching.gcloud import detached, logs, remote, resource, session, steps
+from perex_t5x.launching.gcloud.bucket import GcloudFolder
+from perex_t5x.launching.gcloud.detached import Watcher
 from perex_t5x.launching.gcloud.logs import Follower
 from perex_t5x.launching.gcloud.remote import HostStatus
 from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
@@ -35,6 +38,7 @@ from perex_t5x.launching.shell import Commands, Leftovers, say, with_notes
 _WITH_WORK = ("launch", "check", "create", "copy")
 _BY_NAME = ("wait", "install", "start", "follow", "status", "stop", "collect", "delete")
 _OF_ZONE = ("list", "delete_all")
+_BY_BUCKET = ("status", "follow", "stop", "delete")  # of a detached launch
 
 
 def define_flags() -> None:
@@ -44,6 +48,7 @@ def define_flags() -> None:
     flags.DEFINE_string("remote_python", None, "Python on the hosts; default: 3.11 or newer, installed if necessary.")
     flags.DEFINE_bool("reserved", False, "Use the project's reserved slices.")
     flags.DEFINE_bool("internal_ip", False, "Hosts without external addresses, reached from inside the network.")
+    flags.DEFINE_bool("detach", False, "Return once the slices are accepted: they run, resume and delete themselves.")
     flags.DEFINE_multi_string("create_flag", [], "For `queued-resources create`, such as --create_flag=--network=n.")
 
 
@@ -58,14 +63,18 @@ def main(args: Any, words: list[str]) -> int:
         args.name = args.name or "all"
     if args.reserved and (args.spot or args.reservation):
         raise ConfigError("--reserved excludes --spot and --reservation.")
-    resource.check_create_flags(args.create_flag)
+    if args.detach and command != "launch":
+        raise ConfigError(f"--detach is only for `launch`, not for `{command}`.")
+    resource.check_create_flags(args.create_flag, args.detach)
+    if command in _BY_NAME and args.dir:
+        _find_detached(args, commands)
     request = Request.from_flags(args, with_work=command in _WITH_WORK)
     if request.slice is not None:
         request.slice.check_tpu_api()
     request = request.in_bucket().located(commands)
     target = Resource(request.name, request.project, request.zone, request.slices, args.internal_ip)
     out = args.out or os.path.join("launches", request.name)
-    options = Options(out, args.wait_hours, args.remote_python, tuple(args.create_flag))
+    options = Options(out, args.wait_hours, args.remote_python, tuple(args.create_flag), args.detach)
     todo = Steps(target, commands)
     if command == "launch":
         return _launch(request, todo, options)
@@ -74,7 +83,7 @@ def main(args: Any, words: list[str]) -> int:
     if command in _BY_NAME:
         return _by_name(command, args, request, todo, options)
     if command == "check":
-        _check(request, todo)
+        _check(request, todo, options)
     elif command == "create":
         _create(request, todo, options)
     else:
@@ -82,7 +91,17 @@ def main(args: Any, words: list[str]) -> int:
     return 0
 
 
-def _check(request: Request, todo: Steps) -> bundle.Checkout:
+def _find_detached(args: Any, commands: Commands) -> None:
+    """Completes the flags from the folder of a detached launch: it knows its name, its project and its zone."""
+    root = names.check_bucket_path(args.dir)
+    args.name = detached.find_launch(root, args.name, commands)
+    if commands.dry_run or (args.project and args.zone):
+        return
+    if state := detached.read_state(GcloudFolder(steps.bundle_url(root, args.name), commands)):
+        args.project, args.zone = args.project or state.project, args.zone or state.zone
+
+
+def _check(request: Request, todo: Steps, options: Options) -> bundle.Checkout:
     """Everything that can be checked before anything is created."""
     files = bundle.checkout(request.allow_uncommitted)
     commands, checklist = todo.commands, checks.Checklist()
@@ -90,6 +109,8 @@ def _check(request: Request, todo: Steps) -> bundle.Checkout:
     checks.zone_has(request, commands, checklist)
     checks.quota(request, commands, checklist)
     todo.check_secrets(request.secrets)
+    if options.detach:
+        detached.check_account(request, commands, options.create_flags)
     checks.check_gin(request, commands, checklist)
     cost = checks.preflight(request, commands, checklist)
     say(checks.summary(request, cost, files.commit, f"{request.project}, {request.zone}", checklist))
@@ -97,13 +118,19 @@ def _check(request: Request, todo: Steps) -> bundle.Checkout:
 
 
 def _launch(request: Request, todo: Steps, options: Options) -> int:
-    if (existing := session.find_existing(request, todo)) != GONE:
+    listed = todo.list()
+    if (watcher := _detached_already(request, todo, listed)) is not None:
+        say("\n".join(detached.ways(request.work.root, request.name)))
+        return 0 if options.detach else watcher.follow()
+    if (existing := session.find_existing(request, todo, listed)) != GONE:
         return _join(request, todo, options, existing.state)
-    files = _check(request, todo)
+    files = _check(request, todo, options)
     checks.confirm("", request)
     # The checks take minutes, in which another launch of this name may have started: its hosts download its bundle.
     if todo.describe() != GONE and (existing := session.find_existing(request, todo)) != GONE:
         return _join(request, todo, options, existing.state)
+    if options.detach:
+        return detached.launch(request, todo, options, files)
     run = Session(todo, request, options, files.commit)
     try:
         with Leftovers(todo.commands, request.keep) as leftovers:
@@ -115,6 +142,27 @@ def _launch(request: Request, todo: Steps, options: Options) -> int:
             raise
         return _join(request, todo, options, existing.state)
     return run.run()
+
+
+def _detached_already(request: Request, todo: Steps, listed: list[Description]) -> Watcher | None:
+    """The running detached launch of this name; what is left of one that does not run any more is deleted."""
+    found = detached.attempts(listed, request.name)
+    if any(one.labels.get(resource.LABEL_RUN) != request.work.fingerprint for one in found):
+        raise ConfigError(
+            f"the launch {request.name} writes into another folder than {request.work.root}. Choose another --name."
+        )
+    watcher = _watcher(request.work.root, request.name, todo)
+    if running := [one for one in found if one.exists_or_pending]:
+        say(f"{running[-1].name} is {running[-1].state}, was launched with --detach, and needs nobody to watch it.")
+        return watcher
+    if found:
+        say(f"{found[-1].name} is {found[-1].state}, and nothing continues it: it is deleted and created again.")
+        watcher.delete()
+    return None
+
+
+def _watcher(root: str, name: str, todo: Steps) -> Watcher:
+    return Watcher(name, GcloudFolder(steps.bundle_url(root, name), todo.commands, todo.target.project), todo)
 
 
 def _join(request: Request, todo: Steps, options: Options, state: str) -> int:
@@ -150,12 +198,12 @@ def _has_stopped(host: HostStatus) -> bool:
 
 def _create(request: Request, todo: Steps, options: Options) -> None:
     session.check_folder(request, todo)
-    files = _check(request, todo)
+    files = _check(request, todo, options)
     checks.confirm("", request)
     with Leftovers(todo.commands, request.keep) as leftovers:
         leftovers.add(todo.target.what, todo.target.delete())
         try:
-            todo.create(request, files.commit, options.create_flags)
+            todo.create(request, todo.target.create(request, files.commit, options.create_flags))
         except steps.ExistsError as e:
             leftovers.keep(todo.target.what)
             e.add_note(todo.target.still_there)
@@ -170,6 +218,8 @@ def _by_name(command: str, args: Any, request: Request, todo: Steps, options: Op
             raise ConfigError("--dir is missing. Give --dir=gs://..., the folder of the sweep or the run.")
         collect.collect(names.check_bucket_path(args.dir), request.name, options.out, todo.commands)
         return 0
+    if (watcher := _by_bucket(args, request, todo)) is not None and command in _BY_BUCKET:
+        return _watch(command, watcher)
     if command == "delete":
         todo.delete()
         return 0
@@ -189,6 +239,34 @@ def _by_name(command: str, args: Any, request: Request, todo: Steps, options: Op
             print(f"{request.name}: {existing.state}{': ' if existing.error else ''}{existing.error}")
             if existing.state == "ACTIVE":
                 print("\n".join(str(host) for host in todo.status()), flush=True)
+            if args.dir:
+                folder = _watcher(names.check_bucket_path(args.dir), request.name, todo).folder
+                error = folder.first_error()
+                shown = [folder.goodput(), f"first error: {error}" if error else ""]
+                print("\n".join(filter(None, shown)), flush=True)
+    return 0
+
+
+def _by_bucket(args: Any, request: Request, todo: Steps) -> Watcher | None:
+    """The detached launch of this name: by its folder in the bucket, or else by what its queued resources say of it."""
+    if todo.commands.dry_run:
+        return None
+    if args.dir:
+        watcher = _watcher(names.check_bucket_path(args.dir), request.name, todo)
+        return watcher if detached.read_state(watcher.folder) is not None else None
+    found = detached.attempts(todo.list(), request.name)
+    return _watcher(found[-1].root, request.name, todo) if found and found[-1].root else None
+
+
+def _watch(command: str, watcher: Watcher) -> int:
+    if command == "follow":
+        return watcher.follow()
+    if command == "status":
+        print(watcher.status(), flush=True)
+    elif command == "stop":
+        watcher.stop()
+    else:
+        watcher.delete()
     return 0
 
 

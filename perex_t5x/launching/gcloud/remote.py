@@ -234,7 +234,7 @@ def start(name: str, secrets: Sequence[Secret] = (), attempt: str = "") -> str:
         f"if {_IS_RUNNING}; then echo running already; exit 0; fi",
         "rm -f exit_status",
         "touch worker.log",
-        *([f"export {ATTEMPT}={shlex.quote(attempt)}"] if attempt else []),
+        *([f"export {ATTEMPT}={shlex.quote(attempt)}", f"echo ${ATTEMPT} > attempt"] if attempt else []),
         # No `;` after `&`: the pieces are joined by it.
         f"{{ setsid nohup bash -c {shlex.quote(worker(secrets))} >> worker.log 2>&1 < /dev/null 9>&- & }}",
         "echo $! > starter.pid",
@@ -281,6 +281,20 @@ def status(name: str) -> str:
         f"cd {_folder(name)} 2>/dev/null || {{ report {ABSENT} null ''; exit 0; }}",
         "last=$(tail -n 1 worker.log 2>/dev/null | tail -c 2000 | base64 -w 0)",
         _REPORT_STATE,
+    )
+
+
+def keep_logs(name: str, url: str) -> str:
+    """Stores the end of worker.log in the launch's folder, where the worker stores its own; in about a minute."""
+    who = "from perex_t5x.launching import launch_folder as f, worker; print(f.host_name(worker.host_index()))"
+    launch_id = """$(sed -n 's/.*"launch_id": "\\([^"]*\\)".*/\\1/p' jobs.json 2>/dev/null | head -n 1)"""
+    attempt = "$(cat attempt 2>/dev/null || echo host)"
+    return _script(
+        f"cd {_folder(name)} 2>/dev/null || exit 0",
+        "[ -e worker.log ] || exit 0",
+        f"host=$(timeout 60 venv/bin/python -c {shlex.quote(who)} 2>/dev/null) || host=${{HOSTNAME:-$(hostname)}}",
+        "tail -c 10000000 worker.log > worker.log.end",
+        f'timeout 60 gcloud storage cp worker.log.end {shlex.quote(url)}/logs/"{launch_id}.{attempt}/$host"/host.00000.log',
     )
 
 

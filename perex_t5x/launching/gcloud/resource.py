@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from perex_t5x.launching.request import Request
 from perex_t5x.launching.shell import still_there
 
 LABEL_NAME, LABEL_RUN, LABEL_COMMIT = "perex-name", "perex-run", "perex-commit"
+# Of a detached launch.
+LABEL_ATTEMPT, METADATA_ATTEMPT, METADATA_ROOT = "perex-attempt", "perex-attempt", "perex-root"
 _QUEUED = ("compute", "tpus", "queued-resources")
 
 
@@ -24,6 +27,7 @@ class Resource:
       project, zone: where.
       slices: how many nodes it has.
       internal_ip: reach the hosts at their internal addresses.
+      launch: the name of the launch, if it is another one.
     """
 
     name: str
@@ -31,6 +35,11 @@ class Resource:
     zone: str
     slices: int = 1
     internal_ip: bool = False
+    launch: str = ""
+
+    def renamed(self, name: str) -> Resource:
+        """Another queued resource of the same launch."""
+        return dataclasses.replace(self, name=name, launch=self.launch or self.name)
 
     @property
     def where(self) -> list[str]:
@@ -49,11 +58,14 @@ class Resource:
         """For messages."""
         return f"queued resource {self.name} ({self.project}, {self.zone})"
 
-    def create(self, request: Request, commit: str, more: Sequence[str] = ()) -> list[str]:
+    def create(
+        self, request: Request, commit: str, more: Sequence[str] = (), labels: Mapping[str, str] | None = None
+    ) -> list[str]:
         """Requests the slices. Only gcloud's alpha commands know named reservations, and the shapes of some chips."""
         one = self.slices == 1
         nodes = [f"--node-id={self.name}"] if one else [f"--node-count={self.slices}", f"--node-prefix={self.name}"]
-        labels = {LABEL_NAME: self.name, LABEL_RUN: request.work.fingerprint, LABEL_COMMIT: names.label_value(commit)}
+        ours = {LABEL_NAME: self.launch or self.name, LABEL_RUN: request.work.fingerprint}
+        labels = {**ours, LABEL_COMMIT: names.label_value(commit), **(labels or {})}
         tier = []
         if request.spot:
             tier = ["--spot"]
@@ -103,7 +115,7 @@ _OWN_FLAGS = (
 )
 
 
-def check_create_flags(flags: Sequence[str]) -> None:
+def check_create_flags(flags: Sequence[str], detached: bool = False) -> None:
     """Raises `ConfigError` for a --create_flag that would override one of the launch's own, such as its labels.
 
     >>> check_create_flags(["--network=n"])
@@ -112,7 +124,7 @@ def check_create_flags(flags: Sequence[str]) -> None:
         name = flag.partition("=")[0]
         if not name.startswith("--"):
             raise ConfigError(f"--create_flag={flag!r} is not a gcloud flag, such as --create_flag=--network=n.")
-        if name[2:] in _OWN_FLAGS:
+        if name[2:] in (*_OWN_FLAGS, *(("metadata", "metadata-from-file") if detached else ())):
             raise ConfigError(f"--create_flag={flag!r}: {name} is set by the launch itself.")
 
 
@@ -130,6 +142,7 @@ class Description:
     error: str
     labels: dict[str, str]
     slices: int = 1
+    root: str = ""  # of a detached launch: where it writes
 
     @classmethod
     def of(cls, described: dict[str, Any]) -> Description:
@@ -145,11 +158,23 @@ class Description:
         errors = [value["error"] for value in state.values() if isinstance(value, dict) and "error" in value]
         error = "; ".join(str(e.get("message", e)) for e in errors)
         name = described.get("name", "").rpartition("/")[2]
-        return cls(name, state.get("state", "UNKNOWN"), error, labels, count or 1)
+        metadata = next((spec.get("node", {}).get("metadata", {}) for spec in specs), {})
+        return cls(name, state.get("state", "UNKNOWN"), error, labels, count or 1, metadata.get(METADATA_ROOT, ""))
 
     @property
     def ours(self) -> bool:
         return LABEL_NAME in self.labels
+
+    @property
+    def launch(self) -> str:
+        """The name of its launch."""
+        return self.labels.get(LABEL_NAME, self.name)
+
+    @property
+    def attempt(self) -> int | None:
+        """Of a detached launch: how many queued resources it had before this one; None of others."""
+        text = self.labels.get(LABEL_ATTEMPT, "")
+        return int(text) if text.isdigit() else None
 
     @property
     def exists_or_pending(self) -> bool:

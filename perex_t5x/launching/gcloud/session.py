@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from perex_t5x.cli import console
 from perex_t5x.errors import ConfigError, Reason, TrainingError
 from perex_t5x.launching import collect
 from perex_t5x.launching.gcloud import logs, resource
+from perex_t5x.launching.gcloud.bucket import GcloudFolder
 from perex_t5x.launching.gcloud.logs import Ended, Follower
 from perex_t5x.launching.gcloud.resource import GONE, Description
 from perex_t5x.launching.gcloud.steps import Bundle, ExistsError, Steps
@@ -27,6 +29,7 @@ class Options:
     wait_hours: float = 24.0
     python: str | None = None
     create_flags: tuple[str, ...] = ()
+    detach: bool = False
 
 
 @dataclass
@@ -63,7 +66,9 @@ class Session:
         while True:
             leftovers.add(self.steps.target.what, self.steps.target.delete())
             try:
-                self.steps.create(self.request, self.commit, self.options.create_flags)
+                self.steps.create(
+                    self.request, self.steps.target.create(self.request, self.commit, self.options.create_flags)
+                )
             except ExistsError as e:
                 leftovers.keep(self.steps.target.what)  # another launch has just created it
                 e.add_note(self.steps.target.still_there)
@@ -168,6 +173,8 @@ class Session:
             elif ended.how == logs.UNSTARTED:
                 self.prepare()
             else:
+                if ended.how == logs.LOST or ended.reason is Reason.KILLED:
+                    self._keep_logs(self.bundle.folder)
                 self.steps.stop()  # what still runs on other hosts
                 self.steps.start(self.request.secrets)
             leftovers.keep(self.steps.target.what)
@@ -178,7 +185,20 @@ class Session:
         self._named = True
         with Leftovers(self.steps.commands, self.request.keep) as leftovers:
             leftovers.add(self.steps.target.what, self.steps.target.delete())
+            if self.bundle is not None:
+                self._keep_logs(self.bundle.folder)
             raise error
+
+    def _keep_logs(self, url: str) -> None:
+        """Stores logs that the workers have not stored, and shows the first error of all hosts."""
+        try:
+            self.steps.keep_logs(url)
+            error = GcloudFolder(url, self.steps.commands, self.steps.target.project).first_error()
+        except (TrainingError, ConfigError) as e:  # the slices cost money, and are deleted anyway
+            say(f"not all logs are stored, or can be read: {e}")
+            return
+        if error is not None:
+            say(f"first error: {error}\n{error.traceback}")
 
     def _finish(self, reason: Reason) -> int:
         say("all jobs have ended, some of them failed" if reason is Reason.SOME_FAILED else "all jobs are done")
@@ -193,18 +213,18 @@ class Session:
         return 0
 
 
-def check_folder(request: Request, steps: Steps) -> None:
+def check_folder(request: Request, steps: Steps, listed: Sequence[Description] | None = None) -> None:
     """Raises `ConfigError` if a launch of another name writes into the same folder."""
-    for other in steps.list():
+    for other in steps.list() if listed is None else listed:
         same_folder = other.labels.get(resource.LABEL_RUN) == request.work.fingerprint
-        if same_folder and other.name != request.name and other.exists_or_pending:
+        if same_folder and other.launch != request.name and other.exists_or_pending:
             raise ConfigError(
-                f"{request.work.root} is written by the launch {other.name!r}, which is {other.state}. Follow it with "
-                f"--name={other.name}, delete it, or choose another folder."
+                f"{request.work.root} is written by the launch {other.launch!r}, which is {other.state}. Follow it with "
+                f"--name={other.launch}, delete it, or choose another folder."
             )
 
 
-def find_existing(request: Request, steps: Steps) -> Description:
+def find_existing(request: Request, steps: Steps, listed: Sequence[Description] | None = None) -> Description:
     """The existing launch of this name and folder, to be followed; `GONE` if there is none.
 
     A failed or suspended one of ours, which only uses up quota, is deleted.
@@ -213,7 +233,7 @@ def find_existing(request: Request, steps: Steps) -> Description:
       ConfigError: the name or the folder is taken, or the user cannot be asked.
     """
     existing = steps.describe()
-    check_folder(request, steps)
+    check_folder(request, steps, listed)
     if existing == GONE:
         return GONE
     if not existing.ours:

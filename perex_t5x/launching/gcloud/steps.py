@@ -88,8 +88,7 @@ class Steps:
             raise TrainingError(shell.refusal("the queued resources cannot be listed", done.said))
         return [one for item in json.loads(done.stdout or "[]") if (one := Description.of(item)).ours]
 
-    def create(self, request: Request, commit: str, more: Sequence[str]) -> None:
-        argv = self.target.create(request, commit, more)
+    def create(self, request: Request, argv: Sequence[str]) -> None:
         say(f"requesting {self.target.what}: {request.slices} x {request.slice.accelerator_type}")
         for attempt in range(_CREATE_RETRIES + 1):
             done = self.commands.run(argv, check=False)
@@ -176,19 +175,19 @@ class Steps:
 
     # --- the hosts ----------------------------------------------------------------------------------------------------
 
-    def on_all(self, script: str, doing: str) -> str:
+    def on_all(self, script: str, doing: str, retries: int = _SSH_RETRIES, timeout: float | None = None) -> str:
         """Runs a script on every host of every slice, on all slices at the same time, and returns their output, slice by
         slice; failing hosts are retried, then named."""
         # With the same record, and it can be stopped alone.
         commands = self.commands if self.commands.dry_run else dataclasses.replace(self.commands)
 
         def on_node(node: str) -> str:
-            done = commands.run(self.target.ssh(node, script), check=False, retries=_SSH_RETRIES)
+            done = commands.run(self.target.ssh(node, script), check=False, retries=retries, timeout=timeout)
             if done.returncode == 0:
                 return done.stdout
             failed = shell.failed_workers(done.stderr)
             which = f"worker {', '.join(failed)} of {node}" if failed else f"a worker of {node}"
-            raise TrainingError(f"{doing} failed on {which}, {_SSH_RETRIES + 1} times:\n{done.said}")
+            raise TrainingError(f"{doing} failed on {which}, {retries + 1} times:\n{done.said}")
 
         if self.commands.dry_run or self.target.slices == 1:
             return "".join(on_node(node) for node in self.target.nodes)
@@ -243,6 +242,10 @@ class Steps:
         attempt = "ATTEMPT" if self.commands.dry_run else time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         self.on_all(remote.start(self.target.name, found, attempt), "starting")
         say("started on all workers")
+
+    def keep_logs(self, url: str) -> None:
+        """Stores every host's worker.log in the bucket. The workers store logs themselves, unless they die hard."""
+        self.on_all(remote.keep_logs(self.target.name, url), "storing logs", retries=0, timeout=300)
 
     def stop(self) -> None:
         self.on_all(remote.stop(self.target.name), "stopping")

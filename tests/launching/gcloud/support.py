@@ -46,9 +46,9 @@ class Cloud:
     def work(self, *jobs, **more):
         (self.folder / "work.json").write_text(json.dumps({"root": "gs://my-bucket/x", "jobs": jobs, **more}))
 
-    def popen(self, *argv):
+    def popen(self, *argv, environment=None):
         return subprocess.Popen(
-            [sys.executable, *argv], env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            [sys.executable, *argv], env=environment or self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, cwd=self.folder)  # fmt: skip
 
     def start(self, **options):
@@ -56,6 +56,21 @@ class Cloud:
 
     def launch(self, **options):
         return finished(self.start(**options))
+
+    def detach(self, **options):
+        """Launches what goes on without the launcher; returns once that has ended."""
+        return self.launch(detach=True, **options)
+
+    @property
+    def detached(self):
+        """detached.json, once there is one."""
+        path = self.root / ".launch/run/detached.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def elsewhere(self, *argv):
+        """A command on another machine, which knows neither project nor zone."""
+        environment = {**self.environment, "STANDIN_NO_CONFIG": "1"}
+        return finished(self.popen(str(ROOT / "launch" / "gcloud_tpu.py"), *argv, environment=environment))
 
     def command(self, *argv):
         where = ("--project=my-project", "--zone=us-west4-a")
@@ -125,12 +140,21 @@ def created(**more):
     return {"states": ["ACTIVE"], "labels": labels, "nodes": ["run"], "type": "v5litepod-16", **more}
 
 
+def processes(folder):
+    """The processes of a cloud, on its hosts or not."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"STANDIN_DIR={folder}\0".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
 def killed_workers(folder):
     """Ends what a test that failed may leave behind."""
-    for path in folder.glob("hosts/*/*/perex/*/worker.lock"):
-        with contextlib.suppress(OSError, ValueError):
-            pid = int(path.read_text())
-            if str(folder) in Path(f"/proc/{pid}/environ").read_text():
+    for _ in range(3):  # machines start others
+        for pid in processes(folder):
+            with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
 

@@ -228,6 +228,9 @@ def test_a_program_that_only_fails_is_given_up(cloud):
     assert "no progress: 3 attempts in a row began without a checkpoint and failed. The last error: host " in done.out
     assert cloud.ran.count("a0") == 3 and cloud.resources == {}
     assert done.out.count("\nhello of a on 0\n") == 3, "the log goes on, and is not repeated"
+    assert "first error: host " in done.err and "a: error (exit code 1)" in done.err
+    kept = {path.parent.name for path in (cloud.root / ".launch/run/logs").glob("*/*/host.00000.log")}
+    assert kept == {"0-0000", "0-0001"}
 
 
 @pytest.mark.parametrize("reason", [Reason.UNREACHABLE, Reason.PEER_LOST])

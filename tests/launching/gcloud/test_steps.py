@@ -189,6 +189,16 @@ def test_steps_alone_in_the_wrong_order(cloud):
     assert not list(cloud.folder.rglob("starter.pid"))
 
 
+@pytest.mark.slow
+def test_a_worker_that_dies_hard_leaves_its_log(cloud):
+    code = "import signal\nif ran('0') == 1: os.kill(os.getppid(), signal.SIGKILL); time.sleep(1)"
+    cloud.work(cloud.job("a", code))
+    done = cloud.launch()
+    assert done.status == 0, done.err
+    logs = list((cloud.root / ".launch/run/logs").glob("*/0-000*/host.00000.log"))
+    assert len(logs) == 2 and all("hello of a" in path.read_text() for path in logs)
+
+
 SECRETS = {"HF_TOKEN": "hf-token:3", "OTHER": "projects/other-project/secrets/o/versions/latest"}
 
 

@@ -1,8 +1,10 @@
 """Launches what $STANDIN_DIR/work.json describes, without Gin files and without building a wheel."""
 
+import dataclasses
 import json
 import os
 import sys
+import time
 
 from perex_t5x import cli
 from perex_t5x.hardware.slices import Slice
@@ -26,6 +28,11 @@ def copy_source(files, target, source, commands):
 def main():
     given = json.load(open(f"{os.environ['STANDIN_DIR']}/work.json"))
     bundle._copy_source = copy_source
+    local = f"{os.environ['STANDIN_DIR']}/bucket/"  # what gs:// is on the hosts
+    to_json = Work.to_json
+    Work.to_json = lambda self, indent=1: to_json(
+        dataclasses.replace(self, root=self.root.replace("gs://", local)), indent
+    )
     bundle._wheel = lambda source, target, commands: None
     bundle.checkout = lambda allow=False, root=None: bundle.Checkout("/checkout", "0123456789ab")
     session._MOST_CHECKS = 3
@@ -41,6 +48,8 @@ def main():
             given.get("sweep"),
             given.get("twins", {}),
             secrets=tuple(options.get("secrets", {})),
+            launch=options.get("name", "run"),
+            launch_id=f"id{time.time_ns()}",
         ),
         slice=Slice.of("v5e-16"),
         slices=options.get("slices", 1),
@@ -60,7 +69,9 @@ def main():
     todo = Steps(
         Resource(request.name, request.project, request.zone, request.slices), Commands(dry_run=request.dry_run)
     )
-    out = Options(f"{os.environ['STANDIN_DIR']}/out", options.get("wait_hours", 1.0))
+    out = Options(
+        f"{os.environ['STANDIN_DIR']}/out", options.get("wait_hours", 1.0), detach=options.get("detach", False)
+    )
     sys.exit(cli.guarded(lambda: command._launch(request, todo, out), (OSError,)))
 
 

@@ -1,0 +1,175 @@
+"""launch --detach against stand-ins: hosts boot, and do everything themselves; see standins/machine."""
+
+import json
+import subprocess
+from types import SimpleNamespace as Namespace
+
+import pytest
+
+from perex_t5x.errors import ConfigError
+from perex_t5x.hardware.slices import Slice
+from perex_t5x.launching.gcloud import startup
+from perex_t5x.launching.gcloud.resource import Resource
+from perex_t5x.launching.gcloud.steps import Bundle
+from tests.launching.gcloud.support import Cloud, killed_workers, processes, scenario
+
+DIR = "--dir=gs://my-bucket/x"
+SAVES = "import signal\nsignal.signal(15, lambda n, f: (print('saved', flush=True), sys.exit(130)))\n"
+
+
+@pytest.fixture
+def cloud(tmp_path):
+    yield Cloud(tmp_path)
+    killed_workers(tmp_path)
+
+
+def ended(cloud, seconds=120):
+    """Waits until the launch has ended, and everything with it."""
+    cloud.wait_for(lambda: cloud.detached["state"] == "ended" and not cloud.resources, seconds)
+    cloud.wait_for(lambda: not processes(cloud.folder), 20)
+    return cloud.detached
+
+
+def test_from_nothing_to_the_end_without_a_launcher(cloud):
+    scenario(cloud, secrets={"hf-token": "the-value"}, roles=["roles/viewer"])
+    cloud.work(cloud.job("a", "print('token', len(os.environ['HF_TOKEN']), 'home', os.environ['HOME'], flush=True)"))
+    done = cloud.detach(secrets={"HF_TOKEN": "hf-token"})
+    assert done.status == 0, done.err
+    assert f"launch/gcloud_tpu.py follow {DIR} --name=run" in done.err
+    assert "note: 123456-compute@developer.gserviceaccount.com, as which the hosts run, has no role" in done.err
+    state = ended(cloud)
+    assert (state["exit_code"], state["restarts"], state["resource"]) == (0, 0, "run")
+    assert sorted(cloud.ran) == ["a0", "a1"]
+    assert [argv[4] for argv in cloud.host_commands if "delete" in argv] == ["delete"]
+    # From another machine, which has nothing but the bucket.
+    followed = cloud.elsewhere("follow", DIR)
+    assert followed.status == 0 and "hello of a on 0" in followed.out and "token 9 home" in followed.out, followed.err
+    status = cloud.elsewhere("status", DIR)
+    assert status.status == 0 and "run: ended with exit code 0 (done)" in status.out
+    assert cloud.elsewhere("collect", DIR, f"--out={cloud.folder}/out").status == 0
+    assert "hello of a on 0" in (cloud.folder / "out/runs/a/log.txt").read_text()
+    hosts = {path.parent.name for path in (cloud.root / ".launch/run/logs").glob("*/*/startup.*.log")}
+    assert hosts == {"0-0000", "0-0001"}
+    assert not [p for p in (cloud.folder / "bucket").rglob("*") if p.is_file() and b"the-value" in p.read_bytes()]
+
+
+def test_preempted_slices_are_replaced_by_themselves(cloud):
+    code = SAVES + "if ran(host) == 1:\n  if host == '0': open(cloud + '/notice-run', 'w').write('60')\n"
+    code += "  while True: time.sleep(0.1)\nprint('resumed', flush=True)"
+    cloud.work(cloud.job("a", code))
+    assert cloud.detach(spot=True).status == 0
+    state = ended(cloud)
+    assert (state["exit_code"], state["restarts"], state["resource"], state["attempt"]) == (0, 1, "run-r1", 1)
+    assert sorted(cloud.ran) == ["a0", "a0", "a1", "a1"]
+    created = [argv for argv in cloud.host_commands if "create" in argv]
+    assert all({"run-r1", "--node-id=run-r1", "--spot"} <= set(argv) for argv in created)
+    [first] = [argv for argv in cloud.commands if "create" in argv]
+    labels = next(word for word in first if word.startswith("--labels="))
+    assert labels.replace("attempt=0", "attempt=1") in created[0] and "perex-name=run," in labels
+    followed = cloud.elsewhere("follow", DIR)
+    assert followed.status == 0 and "resumed" in followed.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "exits,options,code,words", [(1, {}, 9, "no progress"), (7, {"max_restarts": 0}, 7, "interrupted 1 times")]
+)
+def test_given_up(cloud, exits, options, code, words):
+    cloud.work(cloud.job("a", f"sys.exit({exits})"))
+    assert cloud.detach(**options).status == 0
+    state = ended(cloud)
+    assert state["exit_code"] == code and words in state["message"]
+    assert cloud.elsewhere("follow", DIR).status == code
+
+
+@pytest.mark.slow
+def test_deletion_is_refused(cloud):
+    scenario(cloud, host_delete_error="PERMISSION_DENIED: Permission 'tpu.queuedResources.delete' denied")
+    cloud.work(cloud.job("a", ""))
+    assert cloud.detach().status == 0
+    cloud.wait_for(lambda: "NOT DELETED" in cloud.detached["message"])
+    assert list(cloud.resources) == ["run"] and cloud.detached["exit_code"] == 0
+    assert "run was NOT DELETED and costs money" in cloud.elsewhere("status", DIR).out
+    assert cloud.elsewhere("delete", DIR).status == 0 and cloud.resources == {}
+
+
+@pytest.mark.slow
+def test_stopped_from_another_machine_and_resumed(cloud):
+    cloud.work(cloud.job("a", SAVES + "while not os.path.exists(cloud + '/go'): time.sleep(0.1)"))
+    assert cloud.detach().status == 0
+    cloud.wait_for(lambda: len(cloud.ran) == 2)
+    again = cloud.detach()
+    assert again.status == 0 and "needs nobody to watch it" in again.err, again.err
+    assert cloud.elsewhere("stop", DIR, "--name=run").status == 0
+    state = ended(cloud)
+    assert state["exit_code"] == 10 and "requested" in state["message"]
+    (cloud.folder / "go").touch()
+    assert cloud.detach().status == 0
+    assert ended(cloud)["exit_code"] == 0
+    assert sorted(cloud.ran) == ["a0", "a0", "a1", "a1"]
+
+
+@pytest.mark.slow
+def test_taken_away_without_a_notice(cloud):
+    cloud.work(cloud.job("a", "while not os.path.exists(cloud + '/go'): time.sleep(0.1)"))
+    assert cloud.detach(spot=True).status == 0
+    cloud.wait_for(lambda: len(cloud.ran) == 2)
+    subprocess.run(["gcloud", "standin", "suspend", "run"], env=cloud.environment, check=True)
+    status = cloud.elsewhere("status", DIR)
+    assert "run: SUSPENDED" in status.out and "launch again with the same flags" in status.out
+    followed = cloud.elsewhere("follow", DIR)
+    assert followed.status == 1 and "launch again with the same flags" in followed.err
+    (cloud.folder / "go").touch()
+    again = cloud.detach(spot=True)
+    assert again.status == 0 and "it is deleted and created again" in again.err
+    assert ended(cloud)["exit_code"] == 0
+
+
+@pytest.mark.slow
+def test_a_host_that_boots_again(cloud):
+    code = "if ran('1') == 1:\n  open(cloud + '/reboot-run-1', 'w') if host == '1' else time.sleep(2)\n  sys.exit(7)\n"
+    cloud.work(cloud.job("a", code))
+    assert cloud.detach().status == 0
+    state = ended(cloud)
+    assert state["exit_code"] == 0 and state["restarts"] == 1
+
+
+def request(**more):
+    work = Namespace(fingerprint="0", root="gs://my-bucket/x", launch_id="id")
+    values = {"name": "run", "slice": Slice.of("v5e-16"), "spot": True, "reservation": None, "max_restarts": 3}
+    values |= {"keep": False, "secrets": {"HF_TOKEN": "hf-token"}, "work": work, **more}
+    return Namespace(**values)
+
+
+def test_the_script_is_bash_of_any_launch():
+    target = Resource("run", "my-project", "us-west4-a", 2)
+    text = startup.script(
+        request(), target, Bundle("gs://my-bucket/x/.launch/run", "a" * 64), "0123", None, ["--tags=it's"]
+    )
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
+    assert len(text) < 30_000 and "a" * 64 in text
+    # What the hosts would type for the successor.
+    shown = text[: text.index("\nset -u")] + '\ngcloud() { for w in "$@"; do echo "[$w]"; done; }\ncreate run-r3 3\n'
+    words = subprocess.run(["bash", "-c", shown], text=True, capture_output=True, check=True).stdout.splitlines()
+    assert {"[run-r3]", "[--node-prefix=run-r3]", "[--node-count=2]", "[--spot]", "[--tags=it's]", "[--async]"} <= set(
+        words
+    )
+    assert "[--metadata=^;^perex-attempt=3;perex-root=gs://my-bucket/x]" in words
+    assert "[--labels=perex-name=run,perex-run=0,perex-commit=0123,perex-attempt=3]" in words
+    with pytest.raises(ConfigError, match="the cloud accepts 262,144"):
+        startup.script(request(), target, Bundle("gs://x/y", "a" * 64), "0", None, ["--description=" + "x" * 300_000])
+
+
+def test_the_stand_in_parses_metadata_as_gcloud_does(cloud):
+    argv = ["gcloud", "compute", "tpus", "queued-resources", "create", "a", "--node-id=a", "--zone=us-west4-a"]
+    argv += [
+        "--runtime-version=x",
+        "--labels=a=b",
+        "--metadata=^;^a=gs://b/c,d=e;f=g",
+        "--accelerator-type=v5litepod-16",
+    ]
+    assert subprocess.run(argv, env=cloud.environment, capture_output=True).returncode == 0
+    assert cloud.resources["a"]["metadata"] == {"a": "gs://b/c,d=e", "f": "g"}
+    missing = subprocess.run([*argv, "--metadata-from-file=x=/nothing"], env=cloud.environment, capture_output=True)
+    assert missing.returncode == 1
+    assert json.loads((cloud.folder / "state.json").read_text())
