@@ -75,17 +75,26 @@ class GcloudFolder(LaunchFolder):
                 return errors[0]
         return None
 
-    def goodput(self) -> str:
-        """Of the job that is running, or ran last; "" where nothing is recorded."""
+    def progress(self) -> list[str]:
+        """In lines: the job that is running or ran last, its goodput, and the first error of all hosts."""
         state, work = self.read(launch_folder.STATE) or {}, self.read("jobs.json") or {}
-        jobs = work.get("jobs", [])
-        folder = next((job["model_dir"] for job in jobs if job["name"] == state.get("job")), None)
+        job = next((job for job in work.get("jobs", []) if job["name"] == state.get("job")), None)
+        lines = []
+        if job is not None:
+            step = "" if state.get("step") is None else f", step {state['step']}"
+            which = f"job {state.get('number')} of {state.get('jobs')}, {job['name']}"
+            lines.append(f"{which}: {state.get('phase')}{step}, as of {state.get('time')}")
+            lines += [f"{job['name']}: {line}"] if (line := self._goodput(job["model_dir"])) else []
+        error = self.first_error()
+        return [*lines, *([f"first error: {error}"] if error else [])]
+
+    def _goodput(self, model_dir: str) -> str:
         attempts = []
-        for line in (self._cat(f"{folder}/{goodput.FOLDER}/*.json") or "").splitlines() if folder else ():
+        for line in (self._cat(f"{model_dir}/{goodput.FOLDER}/*.json") or "").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 attempts.append(goodput.Attempt.from_json(line))
         total = goodput.add_up(attempts)
-        return f"{state['job']}: step {total.step}, {total.line}" if total else ""
+        return total.line if total else ""
 
     def _cat(self, url: str, *options: str) -> str | None:
         done = self._run("cat", url, *options)

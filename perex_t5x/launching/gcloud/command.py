@@ -241,9 +241,7 @@ def _by_name(command: str, args: Any, request: Request, todo: Steps, options: Op
                 print("\n".join(str(host) for host in todo.status()), flush=True)
             if args.dir:
                 folder = _watcher(names.check_bucket_path(args.dir), request.name, todo).folder
-                error = folder.first_error()
-                shown = [folder.goodput(), f"first error: {error}" if error else ""]
-                print("\n".join(filter(None, shown)), flush=True)
+                print("\n".join(folder.progress()), flush=True)
     return 0
 
 

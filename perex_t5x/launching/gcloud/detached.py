@@ -214,10 +214,7 @@ class Watcher:
 
     def status(self) -> str:
         state = self._state()
-        lines = [f"{self.name}: {state}", *self._resources(state), self.folder.goodput()]
-        if (error := self.folder.first_error()) is not None:
-            lines.append(f"first error: {error}")
-        return "\n".join(filter(None, lines))
+        return "\n".join([f"{self.name}: {state}", *self._resources(state), *self.folder.progress()])
 
     def _state(self) -> State:
         state = read_state(self.folder)

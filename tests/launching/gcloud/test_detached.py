@@ -32,7 +32,11 @@ def ended(cloud, seconds=120):
 
 def test_from_nothing_to_the_end_without_a_launcher(cloud):
     scenario(cloud, secrets={"hf-token": "the-value"}, roles=["roles/viewer"])
-    cloud.work(cloud.job("a", "print('token', len(os.environ['HF_TOKEN']), 'home', os.environ['HOME'], flush=True)"))
+    code = "print('token', len(os.environ['HF_TOKEN']), 'home', os.environ['HOME'], flush=True)\n"
+    code += "from perex_t5x import goodput\nif host == '0':\n  os.makedirs(here + '/goodput')\n"
+    code += "  one = goodput.Attempt(0, {'steps': 9000, 'compile': 1000}, 0, 40)\n"
+    code += "  open(here + '/goodput/1.json', 'w').write(one.to_json())"
+    cloud.work(cloud.job("a", code))
     done = cloud.detach(secrets={"HF_TOKEN": "hf-token"})
     assert done.status == 0, done.err
     assert f"launch/gcloud_tpu.py follow {DIR} --name=run" in done.err
@@ -46,6 +50,7 @@ def test_from_nothing_to_the_end_without_a_launcher(cloud):
     assert followed.status == 0 and "hello of a on 0" in followed.out and "token 9 home" in followed.out, followed.err
     status = cloud.elsewhere("status", DIR)
     assert status.status == 0 and "run: ended with exit code 0 (done)" in status.out
+    assert "job 1 of 1, a: ended" in status.out and "a: goodput 90.0 % of 10 s in 1 attempt" in status.out, status.out
     assert cloud.elsewhere("collect", DIR, f"--out={cloud.folder}/out").status == 0
     assert "hello of a on 0" in (cloud.folder / "out/runs/a/log.txt").read_text()
     hosts = {path.parent.name for path in (cloud.root / ".launch/run/logs").glob("*/*/startup.*.log")}

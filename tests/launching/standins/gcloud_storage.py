@@ -100,10 +100,10 @@ def cat(name, flags, words):
     for url in words:
         for one in matching(name, url) if "*" in url else [url]:
             data = read(one)
-            begin = int(flags.get("range", "0-").partition("-")[0])
-            if begin and begin >= len(data):
+            begin, _, end = flags.get("range", "0-").partition("-")
+            if int(begin) and int(begin) >= len(data):
                 fail("ERROR: (gcloud.storage.cat) HTTPError 416: The requested range cannot be satisfied.")
-            sys.stdout.buffer.write(data[begin:])
+            sys.stdout.buffer.write(data[int(begin) : int(end) + 1 if end else None])
 
 
 def rm(name, flags, words):
@@ -116,7 +116,11 @@ def rm(name, flags, words):
 
 
 def ls(name, flags, words):
-    print("\n".join(sorted(matching(name, words[0]))))
+    found = sorted(matching(name, words[0]))
+    if "long" in flags:
+        sized = [one if one.endswith("/") else f"{len(read(one)):>10}  2026-01-01T00:00:00Z  {one}" for one in found]
+        found = [*sized, f"TOTAL: {len(found)} objects, 0 bytes (0B)"]
+    print("\n".join(found))
 
 
 def rsync(name, flags, words):
