@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lock", help="held while the worker runs; default: worker.lock beside jobs.json")
     options = parser.parse_args(argv)
     folder = os.path.dirname(os.path.abspath(options.jobs))
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow reads gs:// here, and has much to say
     try:
         with open(options.jobs, encoding="utf-8") as f:
             work = Work.from_json(f.read())

@@ -72,7 +72,9 @@ def eventually(condition, seconds=30.0):
         time.sleep(0.02)
 
 
-def test_an_error_in_one_ends_all(processes, capsys):
+def test_an_error_in_one_ends_all(processes, capsys, monkeypatch):
+    written = []
+    monkeypatch.setattr("perex_t5x.cli.status.write", lambda *_, **more: written.append(more.get("caused_by")))
     _, exits, (first, second) = processes()
     first.start()
     second.start()
@@ -83,6 +85,7 @@ def test_an_error_in_one_ends_all(processes, capsys):
     printed = capsys.readouterr().err
     assert "ERROR: process 1 (host1) stopped: the disk is full" in printed
     assert printed.count("\nERROR: the disk is full") + printed.startswith("ERROR: the disk is full") == 1
+    assert written == [1], "the other one says because of whom; the first has said why itself"
 
 
 def test_the_reason_travels(processes):
