@@ -139,12 +139,18 @@ def is_process(index: int) -> None:
 
 def at_step(step: int) -> None:
     """That a step has been dispatched."""
-    global _step, _step_written
+    global _step
     _step = step
     if _step_file is not None and time.monotonic() - _step_written > _STEP_SECONDS:
-        _step_written = time.monotonic()
+        _write_step()
+
+
+def _write_step() -> None:
+    global _step_written
+    _step_written = time.monotonic()
+    if _step_file is not None and _step is not None:
         with contextlib.suppress(OSError), open(_step_file, "w", encoding="utf-8") as f:
-            f.write(str(step))
+            f.write(str(_step))
 
 
 def write(
@@ -156,6 +162,7 @@ def write(
     caused_by: int | None = None,
 ) -> Status:
     """Writes how this process ends, wherever that is wanted. Never raises: a status is not worth an error."""
+    _write_step()
     step, host = _step if step is None else step, socket.gethostname()
     status = Status(reason, reason.exit_code, message, finding, step, time.time(), _process_index, host, caused_by)
     if _file is not None:

@@ -174,3 +174,11 @@ def test_a_process_that_hangs_shows_its_threads():
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert "most recent call first" in shown and process.returncode == 0
+
+
+def test_the_last_step_is_in_the_file_that_a_supervisor_names(tmp_path):
+    steps = "[status.at_step(n) for n in (3, 4, 5)]"
+    code = f"from perex_t5x import cli; from perex_t5x.cli import status; cli.guarded(lambda: {steps} and None)"
+    environment = {**support.environment(), status.STEP_VARIABLE: str(tmp_path / "step")}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    assert (tmp_path / "step").read_text() == "5"
