@@ -231,7 +231,7 @@ class _Worker:
         until = time.monotonic() + _STACKS_AFTER
         while time.monotonic() < until and child.poll() is None:
             time.sleep(0.2)
-        if child.poll() is None and job.module.startswith("perex_t5x."):  # others would die of the signal
+        if child.poll() is None and _handles(child.pid, signal.SIGUSR1):  # else it would die of the signal
             self._say(f"{job.name} has not stopped for {_STACKS_AFTER:g} s; its threads:")
             child.send_signal(signal.SIGUSR1)
 
@@ -310,6 +310,16 @@ def _not_worth_an_error(what: str) -> Iterator[None]:
         yield
     except Exception as e:
         print(f"{what}: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8") as f:
+            caught = next(line.split()[1] for line in f if line.startswith("SigCgt:"))
+        return bool(int(caught, 16) >> (number - 1) & 1)
+    except (OSError, StopIteration, ValueError):
+        return False
 
 
 def _mark(status: Status, log: str, single: bool) -> dict[str, Any] | None:

@@ -284,3 +284,36 @@ def test_a_bucket_that_fails_does_not_fail_the_job(tmp_path):
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, said
     assert "was not updated (1 times so far)" in said and worker.read_mark(jobs[0].model_dir)["status"] == "done"
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_a_job_that_does_not_stop_shows_where_it_is(tmp_path, monkeypatch, handles):
+    """One without a handler, which would die of the signal, is left alone."""
+    monkeypatch.setenv("PEREX_T5X_STACKS_SECONDS", "0.3")
+    code = "import signal, faulthandler\nsignal.signal(15, signal.SIG_IGN)\n"
+    code += "faulthandler.register(signal.SIGUSR1)\n" if handles else ""
+    code += "print('ready', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.05)"
+    process = start(tmp_path, [job(tmp_path, "a", code)])
+    while "ready" not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGTERM)
+    if handles:
+        while "most recent call first" not in process.stdout.readline():
+            pass
+    else:
+        time.sleep(2)
+    (tmp_path / "go").touch()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+
+
+@pytest.mark.slow
+def test_a_bucket_that_may_not_be_read_is_a_configuration_error(cloud_storage, tmp_path):
+    work = Work("w", f"{cloud_storage.bucket}/x", (Job("a", ("-c", ""), f"{cloud_storage.bucket}/x"),), launch="w")
+    (tmp_path / "jobs.json").write_text(work.to_json())
+    cloud_storage.faults(deny=["storage.objects.get", "storage.objects.list"])
+    command = [sys.executable, "-m", "perex_t5x.launching.worker", f"--jobs={tmp_path / 'jobs.json'}"]
+    env = {**os.environ, **cloud_storage.environment, worker.HOST_INDEX: "0"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "ERROR: " in done.stdout and "storage.objects.get" in done.stdout and "Traceback" not in done.stderr
