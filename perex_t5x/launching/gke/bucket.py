@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from perex_t5x import buckets
-from perex_t5x.errors import ConfigError, Reason
+from perex_t5x.errors import ConfigError, Reason, UnreachableError
 from perex_t5x.launching import collect, launch_folder, names
 from perex_t5x.launching.launch_folder import STATE, LaunchFolder
 from perex_t5x.launching.shell import say
 from perex_t5x.launching.spec import Work
 
+_MOST_SILENT_POLLS = 30
 _FIRST_HOST = launch_folder.host_name(0)
 
 
@@ -88,8 +89,8 @@ def stop(launches: list[Launch]) -> int:
     """Asks the hosts to save and stop, which they do within half a minute; they are not restarted."""
     for launch in launches:
         launch.folder.request_stop()
-        say(f"{launch.name}: asked to save and stop; it looks every 30 s. The JobSet uses no chips after that, and is")
-    say("deleted after --ttl_hours, or with `stop` from a machine with kubectl.")
+        say(f"{launch.name}: asked to save and stop; its hosts look every half minute")
+    say("A JobSet that has stopped uses no chips. It is deleted after --ttl_hours, or by `stop` with kubectl.")
     return 0
 
 
@@ -97,21 +98,40 @@ def follow(launches: list[Launch], poll_seconds: float, sleep: Callable[[float],
     """Prints the log of host 0 and every change until all have ended for good; returns the exit code of the worst end."""
     logs = [_Log(launch) for launch in launches]
     shown: dict[str, str] = {}
-    while True:
-        states = [launch.state for launch in launches]
-        for launch, state, log in zip(launches, states, logs, strict=True):
-            log.print(state)
-            words = described(state)
-            if shown.get(launch.name) != words:
-                shown[launch.name] = words
-                say(f"{launch.name}: {words}")
-        reasons = [_end(state) for state in states]
-        if all(reasons):
-            for launch, reason in zip(launches, reasons, strict=True):
-                if reason is not Reason.DONE:
-                    say("\n".join(launch.lines()))
-            return max((reason for reason in reasons), key=lambda reason: reason is not Reason.DONE).exit_code
-        sleep(poll_seconds)
+    silent = 0
+    try:
+        while True:
+            try:
+                if (code := _look(launches, logs, shown)) is not None:
+                    return code
+                silent = 0
+            except Exception as e:  # each library that reads buckets has its own
+                silent += 1
+                say(f"the bucket does not answer: {type(e).__name__}: {e}")
+                if silent >= _MOST_SILENT_POLLS:
+                    raise UnreachableError(f"{launches[0].root} has not answered {silent} times.") from e
+            sleep(poll_seconds)
+    except KeyboardInterrupt:
+        names = ", ".join(launch.name for launch in launches)
+        raise KeyboardInterrupt(f"no longer following; {names} continues.") from None
+
+
+def _look(launches: list[Launch], logs: list[_Log], shown: dict[str, str]) -> int | None:
+    """Prints what is new; returns the exit code once all have ended for good."""
+    states = [launch.state for launch in launches]
+    for launch, state, log in zip(launches, states, logs, strict=True):
+        log.print(state)
+        words = described(state)
+        if shown.get(launch.name) != words:
+            shown[launch.name] = words
+            say(f"{launch.name}: {words}")
+    reasons = [_end(state) for state in states]
+    if not all(reasons):
+        return None
+    for launch, reason in zip(launches, reasons, strict=True):
+        if reason is not Reason.DONE:
+            say("\n".join(launch.lines()))
+    return max(reasons, key=lambda reason: reason is not Reason.DONE).exit_code
 
 
 def _end(state: Mapping[str, Any]) -> Reason | None:

@@ -119,6 +119,9 @@ def _check(asked: Request, cluster: Cluster, plans: list[create.Planned]) -> Non
     _check_bucket(asked, commands, checklist)
     checks.check_gin(asked, commands, checklist)
     cost = checks.preflight(asked, commands, checklist)
+    if "@" not in plans[0].shape.image:
+        checklist.not_checked("what the image's tag will name when pods start: its digest is not known")
+    checklist.not_checked("whether the image has the code of this checkout, which these checks have used")
     checklist.not_checked("whether the cluster has free nodes, and can pull the image")
     if (count := len(plans)) > 1:  # side by side: the same chip-hours in less time
         cost = dataclasses.replace(cost, chips=cost.chips * count, hours=cost.hours and cost.hours / count)
@@ -174,6 +177,10 @@ def _in_bucket(args: Any) -> list[bucket.Launch] | None:
     """The launch as its bucket shows it, if only --dir says where it is; None: as the cluster does."""
     if not args.dir or args.sweep or args.gin_file:
         return None
+    if args.dry_run:
+        raise ConfigError(
+            "--dry_run: with --dir nothing is run but reads and writes of the bucket. Leave one of them out."
+        )
     return bucket.find(args.dir, _name(args))
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from perex_t5x.errors import ConfigError, Reason
+from perex_t5x.errors import ConfigError, Reason, UnreachableError
 from perex_t5x.launching import launch_folder
 from perex_t5x.launching.gke import bucket, command
 from perex_t5x.launching.launch_folder import HostError, LaunchFolder
@@ -55,7 +55,7 @@ def test_a_failed_launch_shows_its_first_error(tmp_path, cloud_storage, cloud_st
     assert "first error of the newest attempt that failed: host 0 (slice 0)" in first and "one chip is lost" in first
     # The same from a machine without kubectl: what ran is known from the bucket.
     monkeypatch.setenv("PATH", "/nowhere")
-    flags = {"dir": root, "name": "sqrt", "sweep": None, "gin_file": [], "all": False, "poll_seconds": 0.0}
+    flags = {"dir": root, "name": "sqrt", "sweep": None, "gin_file": [], "dry_run": False, "poll_seconds": 0.0}
     assert command.main(SimpleNamespace(**flags), ["status"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert first in said and said == ours[: len(said)]
@@ -69,7 +69,7 @@ def test_a_failed_launch_shows_its_first_error(tmp_path, cloud_storage, cloud_st
 def test_a_bucket_that_may_not_be_read_is_a_note(tmp_path):
     cluster = Kubernetes(tmp_path)
     cluster.scenario(timeline=["running", "failed"], exit_code=2)
-    done = cluster.run("--name=sqrt", HOME=str(tmp_path), GCE_METADATA_HOST="127.0.0.1:1")
+    done = cluster.run("--name=sqrt", HOME=str(tmp_path))
     assert done.returncode == 2 and "which cannot be read from here: " in done.stderr
     assert "a configuration error, see the log" in done.stderr
 
@@ -116,6 +116,32 @@ def test_following_from_the_bucket(root, capsys):
     assert "host 7 (slice 0)" in lines[-1] and "the loss is nan" in lines[-1]
 
 
+def test_a_bucket_that_does_not_answer_is_asked_again(root, monkeypatch, capsys):
+    LaunchFolder.of(root, "sqrt").write({"phase": "ended", "reason": "done"}, "state.json")
+    launches = [bucket.Launch(root, "sqrt")]
+    read, broken = LaunchFolder.read, [OSError("429"), RuntimeError("503")]
+
+    def fails(self, *names):
+        if broken:
+            raise broken.pop()
+        return read(self, *names)
+
+    monkeypatch.setattr(LaunchFolder, "read", fails)
+    assert bucket.follow(launches, 0.0, lambda _: None) == 0
+    assert "does not answer: RuntimeError: 503" in capsys.readouterr().err
+    broken += [OSError("gone")] * 50
+    with pytest.raises(UnreachableError, match="30 times"):
+        bucket.follow(launches, 0.0, lambda _: None)
+    broken.clear()
+    LaunchFolder.of(root, "sqrt").write({"phase": "running"}, "state.json")
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="sqrt continues"):
+        bucket.follow(launches, 0.0, interrupted)
+
+
 def test_stopping_through_the_bucket(root, capsys):
     folder = LaunchFolder.of(root, "sqrt")
     folder.write(jobs_json(root, "sqrt", "run0"), "jobs.json")
@@ -125,6 +151,6 @@ def test_stopping_through_the_bucket(root, capsys):
 
 
 def test_without_the_name_of_a_launch():
-    flags = {"dir": "gs://bucket/a", "name": None, "sweep": None, "gin_file": [], "poll_seconds": 1.0}
+    flags = {"dir": "gs://bucket/a", "name": None, "sweep": None, "gin_file": [], "dry_run": False, "poll_seconds": 1.0}
     with pytest.raises(ConfigError, match="--name is missing"):
         command.main(SimpleNamespace(**flags), ["status"])

@@ -41,6 +41,7 @@ class Kubernetes:
             # A gcloud or kubectl of this machine knows no project and no cluster here.
             "CLOUDSDK_CONFIG": str(self.folder / "gcloud-config"),
             "KUBECONFIG": str(self.folder / "kubeconfig"),
+            "GCE_METADATA_HOST": "127.0.0.1:1",
             **more,
         }
 
@@ -585,6 +586,8 @@ def test_manifest_is_what_launch_creates(cluster):
         (["follow", "--name=a", "--poll_seconds=nan"], "--poll_seconds=nan"),
         (["launch", "--name=a", "--ttl_hours=inf"], "--ttl_hours=inf"),
         (["status", "--name=nothing-there"], "no launch nothing-there"),
+        (["stop", "--name=a", "--dir=gs://bucket/a", "--dry_run"], "--dry_run"),
+        (["stop", "--name=a", "--dir=/tmp/a"], "gs://BUCKET/FOLDER"),
     ],
 )
 def test_slips(cluster, argv, words):
@@ -629,6 +632,7 @@ def test_the_confirmation_shows_what_runs_side_by_side(monkeypatch, tmp_path, ca
     assert asked == ["my-project-1", "gin"]
     assert "2 JobSets side by side, each of 1 x 64 pods with 4 chips" in said
     assert "4.0 hours, 2,048 chip-hours" in said  # the same chip-hours in half the time
+    assert "its digest is not known" in said and "the code of this checkout" in said
 
 
 @pytest.mark.slow
@@ -644,7 +648,7 @@ def test_the_real_script_with_real_gin_files(cluster):
     environment = cluster.environment(JAX_PLATFORMS="cpu")
     done = subprocess.run([*script, *argv], env=environment, cwd=cluster.folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "first is finished" in done.stderr and "checking the Gin files on 16 fake device(s)" in done.stderr
+    assert "first is finished" in done.stderr and "checking the Gin files on the devices of 1 x v5e:4x4" in done.stderr
     jobset, config_map = cluster.created()
     assert problems(jobset) == problems(config_map) == []
     assert config_map["data"]["file-1"] == (cluster.folder / "short.gin").read_text()
