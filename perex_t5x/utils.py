@@ -37,9 +37,11 @@ class DatasetConfig:
       module: imported first, so that it can register the task.
       feed: 'cached' (an index-addressed copy: the batch is a function of seed and step, resuming costs nothing),
         'streaming' (tf.data, resumed by the iterator's saved state), or 'auto': cached where the task fits.
-      cache_dir: where the index-addressed copy is kept as ArrayRecord and reused. None: in memory.
+      cache_dir: where the index-addressed copy is kept and reused: a folder (as ArrayRecord), or gs://BUCKET/FOLDER, from
+        which every process reads the rows that it needs. None: in memory.
       memory_limit_bytes: the largest (estimated) copy that 'auto' makes.
       trim_output_features: whether outputs are trimmed to their length, as in SeqIO.
+      local_cache_bytes: how much of the local disk (~/.cache/perex_t5x/rows) may hold what was read of copies in buckets.
     """
 
     mixture_or_task_name: str
@@ -56,6 +58,7 @@ class DatasetConfig:
     cache_dir: str | None = None
     memory_limit_bytes: int = 4 << 30
     trim_output_features: bool = True
+    local_cache_bytes: int = 16 << 30
 
     def __post_init__(self) -> None:
         if self.feed not in FEEDS:

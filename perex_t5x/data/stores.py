@@ -1,4 +1,4 @@
-"""Where the rows of one task are kept: in memory, or in an ArrayRecord file read through Grain."""
+"""Where the rows of one task are kept: in memory, in an ArrayRecord file read through Grain, or in a bucket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from absl import logging
 
-from perex_t5x import distributed
+from perex_t5x import buckets, distributed, files
+from perex_t5x.data import bucket_rows
 from perex_t5x.data import rows as rows_lib
 from perex_t5x.errors import ConfigError
 
@@ -134,9 +135,23 @@ def _open_copy(directory: str, chunks: Callable[[], Iterable[np.ndarray]], dtype
     return ArrayRecordStore(directory, dtype)
 
 
+def _open_in_bucket(
+    cfg: Any, name: str, chunks: Callable[[], Iterable[np.ndarray]], dtype: np.dtype
+) -> bucket_rows.BucketStore:
+    """Written by process 0, if it is not there; read by all, each the rows that it needs."""
+    binding, directory = "DatasetConfig.cache_dir", f"{cfg.cache_dir.rstrip('/')}/{name}"
+    buckets.check(cfg.cache_dir, binding, writes=False)
+    if jax.process_index() == 0 and not bucket_rows.exists(directory):
+        buckets.check(cfg.cache_dir, binding)
+        logging.info("Writing an index-addressed copy to %s", directory)
+        bucket_rows.write(directory, chunks(), dtype)
+    distributed.barrier("copy of the data")
+    return bucket_rows.BucketStore(directory, dtype, cfg.local_cache_bytes)
+
+
 def open_store(
     task: Any, converter: Any, split: str, lengths: Mapping[str, int], cfg: Any, spec: Any
-) -> MemoryStore | ArrayRecordStore:
+) -> MemoryStore | ArrayRecordStore | bucket_rows.BucketStore:
     """The rows of a task: read into memory, or found or written in `cfg.cache_dir`."""
     dtype = rows_lib.row_dtype(task, spec)
 
@@ -151,12 +166,16 @@ def open_store(
         if store is None:
             store = shared[key] = MemoryStore(chunks(), dtype)
         return store
-    if "://" in cfg.cache_dir:
+    files.check_path(cfg.cache_dir, "DatasetConfig.cache_dir")
+    remote = files.is_remote(cfg.cache_dir)
+    if remote and not cfg.cache_dir.startswith("gs://"):
         raise ConfigError(
-            f"DatasetConfig.cache_dir = {cfg.cache_dir!r}: ArrayRecord needs a local or mounted "
-            "folder. Use one, or None to keep the copy in memory."
+            f"DatasetConfig.cache_dir = {cfg.cache_dir!r}: a copy is kept in a local or mounted folder or in a bucket "
+            "(gs://BUCKET/FOLDER). Use one of these, or None to keep the copy in memory."
         )
     key = rows_lib.copy_key(task, converter, split, lengths, cfg, dtype)
     safe = re.sub(r"[^A-Za-z0-9_.-]", "_", f"{task.name}-{split}")
-    directory = os.path.join(os.path.abspath(cfg.cache_dir), f"{safe}-{key[:16]}")
-    return _open_copy(directory, chunks, dtype)
+    name = f"{safe}-{key[:16]}"
+    if remote:
+        return _open_in_bucket(cfg, name, chunks, dtype)
+    return _open_copy(os.path.join(os.path.abspath(cfg.cache_dir), name), chunks, dtype)

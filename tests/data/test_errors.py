@@ -122,7 +122,7 @@ def test_vocabulary_file_missing():
 
 
 def test_remote_cache_dir(config, converter):
-    text = message(config(cache_dir="gs://bucket/rows"), converter)
+    text = message(config(cache_dir="s3://bucket/rows"), converter)
     assert "DatasetConfig.cache_dir" in text and "mounted" in text
 
 

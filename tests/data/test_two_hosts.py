@@ -18,7 +18,12 @@ pytestmark = pytest.mark.slow  # two more processes that import TensorFlow
 
 
 @pytest.fixture(scope="module")
-def hosts(corpus, tmp_path_factory):
+def bucket(_cloud_storage_buckets):
+    return _cloud_storage_buckets()
+
+
+@pytest.fixture(scope="module")
+def hosts(corpus, tmp_path_factory, bucket):
     folder = tmp_path_factory.mktemp("hosts")
     with socket.socket() as s:
         s.bind(("localhost", 0))
@@ -27,13 +32,14 @@ def hosts(corpus, tmp_path_factory):
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     environment = {
         **os.environ,
+        **bucket.environment,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "PYTHONPATH": root,
     }
     command = [sys.executable, script, str(port)]
     processes = [
         subprocess.Popen(
-            [*command, str(i), f"{corpus}/*.txt", str(folder)],
+            [*command, str(i), f"{corpus}/*.txt", str(folder), bucket.bucket],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -112,3 +118,14 @@ def test_a_cached_feed_reads_only_the_rows_of_its_devices_each_once(hosts):
     both = {**first["cached"], **second["cached"]}
     assert {**first["cached_interleaved"], **second["cached_interleaved"]} == both
     assert set(first["cached_interleaved"]) == {"0", "6"}
+
+
+def test_a_copy_in_a_bucket_is_written_once_and_each_host_reads_only_its_rows(hosts, bucket):
+    folder, (first, second) = hosts
+    both = {**first["cached"], **second["cached"]}
+    assert {**first["bucket"], **second["bucket"]} == both and set(second["bucket"]) == {"2", "4"}
+    parts = [name for name in bucket.objects("copies/") if "/rows/c/" in name]
+    writes = bucket.stats()["writes"]
+    assert parts and all(writes[name] == 1 for name in parts)
+    blocks = [{p.name for p in (folder / f"disk_{i}").rglob("0*") if p.is_file()} for i in range(2)]
+    assert [len(b) for b in blocks] == [4, 4] and not blocks[0] & blocks[1]

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 
-def main(port: str, index: str, glob: str, folder: str) -> None:
+def main(port: str, index: str, glob: str, folder: str, bucket: str) -> None:
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(index))
 
     import seqio
 
-    from perex_t5x.data import make_feed, tasks
+    from perex_t5x.data import bucket_rows, make_feed, tasks
     from perex_t5x.errors import ConfigError
     from perex_t5x.utils import DatasetConfig
 
@@ -74,6 +74,11 @@ def main(port: str, index: str, glob: str, folder: str) -> None:
     read = cached._read
     cached._read = lambda a, b: [seen["reads"].append((a - 40, b - 40)), read(a, b)][1]
     seen["cached_interleaved"] = local(cached, 5, interleaved)
+
+    bucket_rows._BLOCK_BYTES = 1  # one row a block
+    bucket_rows._PART_BYTES = 64
+    os.environ["XDG_CACHE_HOME"] = os.path.join(folder, f"disk_{index}")  # of a host of its own
+    seen["bucket"] = local(make(cache_dir=f"{bucket}/copies"), 5, interleaved)
     print("SEEN " + json.dumps(seen))
 
 
