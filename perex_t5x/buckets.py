@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,28 @@ _READ_ROLES = {
     "storage.buckets.get": _BUCKET_ROLE,
 }
 _WELL_KNOWN = "application_default_credentials.json"
+
+
+# For the libraries that write checkpoints and metrics; variables that are set stay.
+_OPTIONS = {
+    # TensorFlow: a connection that moves nothing for a minute is given up (its default), and what fails is tried for about
+    # five minutes, with pauses of at most 32 s, rather than for one.
+    "GCS_REQUEST_CONNECTION_TIMEOUT_SECS": "30",
+    "GCS_REQUEST_IDLE_TIMEOUT_SECS": "60",
+    "GCS_RETRY_CONFIG_MAX_RETRIES": "16",
+    # It would remember for five seconds that a folder exists, also one that is removed: Orbax then fails to make it.
+    "GCS_STAT_CACHE_MAX_AGE": "0",
+    # TensorStore tries 32 times, but waits without an end for an answer: github.com/google/tensorstore/issues/291.
+    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "30",
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "60",
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
+}
+
+
+def set_library_options() -> None:
+    """Sets how TensorFlow and TensorStore use Cloud Storage; before they are imported."""
+    for name, value in _OPTIONS.items():
+        os.environ.setdefault(name, value)
 
 
 def split(path: str | os.PathLike[str]) -> tuple[str, str]:
@@ -65,7 +88,7 @@ def check(path: str, setting: str, *, writes: bool = True) -> None:
     bucket_name, folder = split(path)
     with _explained(setting, bucket_name):
         bucket = client().bucket(bucket_name)
-        options = {"timeout": SECONDS, "retry": _retry()}
+        options = request_options()
         roles = _ROLES if writes else _READ_ROLES
         granted = bucket.test_iam_permissions(list(roles), **options)
         missing = {permission: role for permission, role in roles.items() if permission not in granted}
@@ -130,10 +153,24 @@ def _has_credentials() -> bool:
     return False
 
 
-def _retry() -> Any:
+def request_options() -> dict[str, Any]:
+    """Of every request of `client`: its time-out, and how long it is tried again."""
     from google.cloud.storage import retry
 
-    return retry.DEFAULT_RETRY.with_timeout(3 * SECONDS)
+    return {"timeout": SECONDS, "retry": retry.DEFAULT_RETRY.with_timeout(3 * SECONDS)}
+
+
+def copy_folder(source: str, target: str, leave_out: str) -> None:
+    """Copies a folder's objects to another, in place of what is there; without names in it that match `leave_out`."""
+    (from_bucket, prefix), (to_bucket, to_prefix) = split(source), split(target)
+    here, there = client().bucket(from_bucket), client().bucket(to_bucket)
+    options = request_options()
+    for old in list(there.list_blobs(prefix=f"{to_prefix}/", **options)):
+        old.delete(**options)
+    for blob in list(here.list_blobs(prefix=f"{prefix}/", **options)):
+        name = blob.name.removeprefix(f"{prefix}/")
+        if not re.match(leave_out, name):
+            here.copy_blob(blob, there, f"{to_prefix}/{name}", **options)
 
 
 def _forbidden() -> Any:

@@ -23,7 +23,7 @@ from absl import logging
 from etils import epath
 from flax import traverse_util
 
-from perex_t5x import buckets, files
+from perex_t5x import buckets, distributed, files
 from perex_t5x.errors import ConfigError, writing_failed
 from perex_t5x.train_state import TrainState
 from perex_t5x.utils import RestoreCheckpointConfig, SaveCheckpointConfig
@@ -71,6 +71,8 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(
             step_prefix=PREFIX, max_to_keep=config.keep if config else None, create=True
         )
+        if files.is_remote(model_dir) and config is not None and distributed.is_writer():
+            _remove_half_written(epath.Path(self._model_dir))
         self._manager = ocp.CheckpointManager(self._model_dir, options=options)
 
     def latest_step(self) -> int | None:
@@ -199,6 +201,15 @@ def checkpoint_paths(path: str, mode: str) -> list[str]:
     if not paths:
         raise ConfigError(f"{binding}: no checkpoint_<step> folder in it.")
     return paths if mode == "all" else paths[-1:]
+
+
+def _remove_half_written(folder: epath.Path) -> None:
+    """In a bucket they carry the name of a whole one, and are paid for. (Orbax would look at all folders, not only ours.)"""
+    for path in folder.iterdir() if folder.exists() else ():
+        if _NAME.fullmatch(path.name) and not ocp.utils.is_checkpoint_finalized(path):
+            logging.info("removing %s, which is not whole", path)
+            path.rmtree()
+            path.rmtree(missing_ok=True)  # TensorFlow leaves what was below the marks of folders
 
 
 def _whole_checkpoints(folder: epath.Path) -> list[str]:

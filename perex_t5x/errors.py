@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import enum
 import errno
+import re
 from collections.abc import Iterable
 
 
@@ -111,6 +112,25 @@ class NoSpaceError(TrainingError):
     reason = Reason.NO_SPACE
 
 
+class DeniedError(TrainingError):
+    """A permission is missing: the same would be refused again."""
+
+    reason = Reason.CONFIGURATION
+
+
+def is_denied(error: BaseException | None) -> bool:
+    """Whether an error, or one behind it, is an object store's refusal (403), in any of its clients' words.
+
+    >>> is_denied(OSError("HTTP response code 403 with body ...")), is_denied(OSError("HTTP response code 503"))
+    (True, False)
+    """
+    while error is not None:
+        if re.search(r"\b403\b|PERMISSION_DENIED|does not have storage\.", str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def is_full_disk(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
@@ -121,7 +141,9 @@ def writing_failed(message: str, cause: BaseException) -> TrainingError:
     >>> writing_failed("cannot write x", OSError(28, "No space left on device")).reason
     <Reason.NO_SPACE: 'no_space'>
     """
-    return NoSpaceError(message) if is_full_disk(cause) else TrainingError(message)
+    if is_full_disk(cause):
+        return NoSpaceError(message)
+    return DeniedError(message) if is_denied(cause) else TrainingError(message)
 
 
 class DivergedError(TrainingError):

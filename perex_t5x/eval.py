@@ -19,7 +19,7 @@ from typing import Any
 
 from etils import epath
 
-from perex_t5x import checkpoints, distributed, gin_utils, run_dir
+from perex_t5x import checkpoints, distributed, files, gin_utils, run_dir
 from perex_t5x.data import lookup
 from perex_t5x.evaluation import InferenceEvaluator
 from perex_t5x.inference import paths_to_restore, restore_params
@@ -75,5 +75,5 @@ def evaluate(
             lines.append(line + "\n")
     if is_writer:
         written = epath.Path(output_dir) / "metrics.jsonl"
-        written.write_text((written.read_text() if written.exists() else "") + "".join(lines))
+        files.write_atomically(written, (written.read_text() if written.exists() else "") + "".join(lines))
     return results

@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from perex_t5x.errors import ConfigError
 
@@ -35,17 +35,24 @@ def check_path(path: str | os.PathLike[str], setting: str) -> None:
         raise ConfigError(f"{setting} = {path!r}: a bucket is written gs://{path[3:].strip('/') or 'BUCKET/FOLDER'}.")
 
 
+def as_path(path: str | os.PathLike[str]) -> Any:
+    """A path with the methods of `pathlib.Path`, also in an object store."""
+    if is_remote(path):
+        from etils import epath
+
+        return epath.Path(path)
+    return Path(path)
+
+
 @contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
     """A text file that replaces `path` once the block has ended without an error; until then, and after an error, `path` is
     as it was. Its folder is made if it does not exist. In an object store (gs://...) it is one upload: an object appears
     whole or not at all, and folders are no more than parts of names."""
     if is_remote(path):
-        from etils import epath
-
         text = io.StringIO()
         yield text
-        epath.Path(path).write_bytes(text.getvalue().encode())
+        as_path(path).write_bytes(text.getvalue().encode())
         return
     target = Path(os.path.realpath(path))  # a link stays a link
     is_stream = os.path.abspath(path).startswith(("/dev/", "/proc/"))  # such as /dev/stdout, wherever that leads

@@ -43,10 +43,13 @@ RUN = (
 
 
 def main(remote: str, local: str) -> dict:
+    from perex_t5x import buckets
+
+    buckets.set_library_options()
     import gin
     from etils import epath
 
-    from perex_t5x import buckets, checkpoints, gin_utils, infer
+    from perex_t5x import checkpoints, gin_utils, infer
     from perex_t5x import eval as eval_script
     from perex_t5x.cli import status
     from tests import tiny

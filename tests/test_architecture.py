@@ -15,7 +15,7 @@ PACKAGE = "perex_t5x"
 
 # From the bottom to the top: a room may import its own modules and those of rooms in lower rows. docs/architecture.md.
 ROOMS = (
-    ("errors", "extras", "files", "buckets", "hardware"),
+    ("errors", "extras", "files", "buckets", "lease", "hardware"),
     ("per_example",),
     ("optimizers",),
     ("cli",),

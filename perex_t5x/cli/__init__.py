@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from perex_t5x import extras
+from perex_t5x import buckets, extras
 from perex_t5x.cli import flags as flags_lib
 from perex_t5x.cli import status, subprocesses
 from perex_t5x.errors import ConfigError, Reason, is_full_disk
@@ -57,6 +57,7 @@ def run(
     def start() -> int:
         extras.require(extra, _command_name())
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        buckets.set_library_options()
         from absl import app
         from absl import flags as absl_flags
 

@@ -15,12 +15,12 @@ import sys
 import textwrap
 from typing import Any
 
-from perex_t5x import cli
+from perex_t5x import buckets, cli
 from perex_t5x.cli import flags as cli_flags
 from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.experiments.sweep import Sweep, command
 from perex_t5x.experiments.sweep.runs import FAILED, absolute
-from perex_t5x.files import write_atomically
+from perex_t5x.files import as_path, write_atomically
 
 
 def define_flags() -> None:
@@ -95,7 +95,8 @@ def conclude(study: Any, folder: str) -> list[dict[str, Any]]:
     """Analyses the folder, writes findings.json and report.html into it, and prints what was found."""
     from perex_t5x.experiments import report
 
-    if not os.path.exists(os.path.join(folder, "sweep.json")):
+    buckets.check(folder, "--dir")
+    if not as_path(os.path.join(folder, "sweep.json")).exists():
         raise ConfigError(f"--dir={folder} holds no study yet: leave --analyse_only out.")
     (loaded,) = report.load.load_folders([folder])
     if loaded.name != study.name:

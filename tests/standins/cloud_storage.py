@@ -284,6 +284,8 @@ class _Handler(BaseHTTPRequestHandler):
             parts = []
             while size := int(self.rfile.readline().split(b";")[0], 16):
                 parts.append(self.rfile.read(size))
+                if len(parts) == 1:
+                    self.tear(parts[0])
                 self.rfile.readline()
             self.rfile.readline()
             return b"".join(parts)
@@ -291,7 +293,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(411, "POST requests require a Content-length header.")
         length = int(self.headers.get("Content-Length") or 0)
         data = self.receive(length // 2)
-        if length and "/upload/" in self.path:
+        if length:
             self.tear(data)
         return data + self.receive(length - len(data))
 
@@ -309,6 +311,8 @@ class _Handler(BaseHTTPRequestHandler):
     def tear(self, half: bytes) -> None:
         """Ends the connection if a rule says so; the object's name is in the query, in the session or in the first part."""
         split = urllib.parse.urlsplit(self.path)
+        if "/upload/" not in split.path:
+            return
         query, bucket = _query(split.query), split.path.split("/")[-2]
         upload = self.store.uploads.get(query.get("upload_id", ""))
         named = re.search(rb'"name": *"([^"]+)"', half)
@@ -323,15 +327,15 @@ class _Handler(BaseHTTPRequestHandler):
         started, self.code, self.operation, self.name, self.size = time.time(), 0, "unknown", "", 0
         split = urllib.parse.urlsplit(self.path)
         try:
-            if split.path.startswith(_CONTROL):
-                return self.control(split.path[len(_CONTROL) :], _query(split.query))
-            time.sleep(self.store.faults.latency)
-            self.route(split.path, _query(split.query))
-        except _RefusedError as e:
-            details = [{"message": e.message, "domain": "global", "reason": e.reason}]
-            self.answer(
-                e.code, {"error": {"code": e.code, "message": e.message, "errors": details}} if e.message else b""
-            )
+            try:
+                if split.path.startswith(_CONTROL):
+                    return self.control(split.path[len(_CONTROL) :], _query(split.query))
+                time.sleep(self.store.faults.latency)
+                self.route(split.path, _query(split.query))
+            except _RefusedError as e:
+                details = [{"message": e.message, "domain": "global", "reason": e.reason}]
+                error = {"error": {"code": e.code, "message": e.message, "errors": details}}
+                self.answer(e.code, error if e.message else b"")
         except (_ClosedError, OSError):
             self.close_connection = True
             with contextlib.suppress(OSError):  # at once, and also for whoever still sends

@@ -2,8 +2,8 @@
 
     python -m perex_t5x.experiments.report sweeps/sqrt_lr --out=report.html --figures=figures
 
-Each argument is a sweep's folder, a run's, or a folder of either; several are shown side by side. docs/reports.md says what
-is in the page.
+Each argument is a sweep's folder, a run's, or a folder of either, on a disk or in a bucket; several are shown side by side.
+docs/reports.md says what is in the page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from perex_t5x import cli, files
+from perex_t5x import buckets, cli, files
 from perex_t5x.errors import ConfigError
 
 
@@ -40,8 +40,10 @@ def _run(args: Any, dirs: list[str], command: str) -> None:
 
     if not dirs:
         raise ConfigError("no folder given: name a sweep's folder, a run's, or a folder of either.")
-    out = os.path.abspath(args.out)
-    if os.path.isdir(out) or not os.path.isdir(os.path.dirname(out)):
+    buckets.check(args.out, "--out")
+    buckets.check(args.figures or "", "--figures")
+    out = args.out if files.is_remote(args.out) else os.path.abspath(args.out)
+    if not files.is_remote(out) and (os.path.isdir(out) or not os.path.isdir(os.path.dirname(out))):
         raise ConfigError(f"--out={args.out}: give the name of a file in a folder that exists.")
     text = report.make(dirs, title=args.title, figures=args.figures, command=command)
     try:

@@ -25,6 +25,7 @@ from typing import Any
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.experiments.report.dataset import Axis, Dataset, written
+from perex_t5x.files import as_path
 
 # --- colours that stay apart for colour-blind readers, on white and on black ------------------------------------------
 
@@ -295,14 +296,13 @@ def write_figures(folder: str, plots: Sequence[Plot], groups: Sequence[Mapping[s
     """Writes each plot as it stands at first, light, as SVG and PNG (at three times the size); returns the files."""
     written = []
     try:
-        os.makedirs(folder, exist_ok=True)
+        as_path(folder).mkdir(parents=True, exist_ok=True)
         for plot in plots:
             spec: dict[str, Any] = {**still(plot, groups), "config": _FIGURE}
             svg = converter().vegalite_to_svg(spec)
             for ending, content in (("svg", svg.encode()), ("png", converter().svg_to_png(svg, scale=3))):
                 written.append(os.path.join(folder, f"{plot.id}.{ending}"))
-                with open(written[-1], "wb") as f:
-                    f.write(content)
+                as_path(written[-1]).write_bytes(content)
     except OSError as e:
         raise ConfigError(f"--figures={folder}: cannot be written: {e.strerror or e}.") from e
     return written

@@ -16,7 +16,7 @@ from perex_t5x.experiments.sweep import Sweep, axes
 from perex_t5x.experiments.sweep.directory import Folder
 from perex_t5x.experiments.sweep.plan import Plan
 from perex_t5x.experiments.sweep.runs import Result, Run, absolute
-from perex_t5x.files import write_atomically
+from perex_t5x.files import as_path, write_atomically
 
 if TYPE_CHECKING:
     from perex_t5x.experiments.report.load import RunSet
@@ -242,7 +242,7 @@ def run_stages(
         if study.measure is not None:
             study.measure(grown, folder, quick)
     finally:
-        if os.path.isdir(folder):
+        if as_path(folder).is_dir():
             _note(folder, study.name, sweep, quick, time.monotonic() - begun)
     return results
 
@@ -260,8 +260,7 @@ def _note(folder: str, name: str, sweep: Sweep, quick: bool, seconds: float) -> 
 def notes(folder: str, file: str = NOTES) -> dict[str, Any]:
     """What a study has written into a file of its folder; empty where it has not been."""
     try:
-        with open(os.path.join(folder, file), encoding="utf-8") as f:
-            return json.load(f)
+        return json.loads(as_path(os.path.join(folder, file)).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
 

@@ -23,6 +23,7 @@ from perex_t5x.experiments.studies.base import Finding, Study, notes, save, tune
 from perex_t5x.experiments.studies.noise_scale import over_seeds
 from perex_t5x.experiments.sweep.plan import Plan
 from perex_t5x.experiments.sweep.runs import Run
+from perex_t5x.files import as_path
 
 FILE = "signs.json"
 _COORDINATES = 4096  # of all parameters, drawn once
@@ -151,7 +152,7 @@ def _signs_finding(path: str) -> list[Finding]:
 
 def measure(plan: Plan, folder: str, quick: bool) -> None:
     """Trains one configuration of the sweep and measures on the way; nothing is done where the file is there."""
-    if os.path.exists(os.path.join(folder, FILE)):
+    if as_path(os.path.join(folder, FILE)).exists():
         return
     size = plan.sweep.base_batch_size or plan.runs[0].batch_size
     # The last seed was run at the best rate alone.

@@ -13,13 +13,15 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from perex_t5x import buckets, lease
 from perex_t5x.errors import ConfigError
 from perex_t5x.experiments.report import load
 from perex_t5x.experiments.sweep.runs import DONE, FAILED, Result, Run
-from perex_t5x.files import write_atomically
+from perex_t5x.files import as_path, is_remote, write_atomically
 
 if TYPE_CHECKING:
     from perex_t5x.experiments.sweep.plan import Plan
@@ -28,7 +30,7 @@ COLUMNS = ("steps", "examples_seen", "train_loss", "eval_loss", "best_eval_loss"
 
 
 class InUseError(ConfigError):
-    """Another process on this machine has locked the folder."""
+    """Another process has locked the folder."""
 
     def __init__(self, message: str, process: str):
         super().__init__(message)
@@ -45,8 +47,19 @@ class Folder:
         return os.path.join(self.root, *parts)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Locks the folder against other sweeps on this machine. The lock is released when the process ends, in any way."""
+    def locked(self, on_lost: Callable[[], Any] | None = None) -> Iterator[None]:
+        """Locks the folder against other sweeps: on this machine, and in a bucket also on others.
+
+        The lock is released when the process ends, in any way; in a bucket, other machines then wait for `lease.STALE`
+        seconds. `on_lost` is called if another process has taken it over, from a machine that was silent for that long.
+        """
+        if is_remote(self.root):
+            try:
+                with lease.held(self.path(".lock"), on_lost):
+                    yield
+            except lease.HeldError as e:
+                raise self._in_use(str(e.holder)) from None
+            return
         try:
             os.makedirs(self.root, exist_ok=True)
             # Kept open: closing it lets go of the lock.
@@ -59,23 +72,28 @@ class Folder:
             except OSError:
                 file.seek(0)
                 process = file.read().strip() or "?"
-                raise InUseError(
-                    f"--dir={self.root}: a sweep is running in this folder (process {process}). Wait for it, stop it with "
-                    "Ctrl-C, or choose another folder.",
-                    process,
-                ) from None
+                raise self._in_use(process) from None
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
             yield
 
+    def _in_use(self, process: str) -> InUseError:
+        return InUseError(
+            f"--dir={self.root}: a sweep is running in this folder (process {process}). Wait for it, stop it with "
+            "Ctrl-C, or choose another folder.",
+            process,
+        )
+
     # --- the description ----------------------------------------------------------------------------------------------
 
     def check(self, plan: Plan) -> list[str]:
         """Why this sweep cannot be run in the folder: how it differs from the sweep that the folder already holds."""
+        buckets.check(self.root, "--dir")
         former = self.description()
         if former is None:
-            if os.path.isdir(self.path("runs")) and os.listdir(self.path("runs")):
+            runs = as_path(self.path("runs"))
+            if runs.is_dir() and next(iter(runs.iterdir()), None) is not None:
                 return [f"--dir={self.root} has a folder runs/, but no sweep.json. Choose another folder."]
             return []
         current = json.loads(json.dumps(plan.described()))  # as the former one comes back
@@ -103,8 +121,7 @@ class Folder:
 
     def description(self) -> dict[str, Any] | None:
         try:
-            with open(self.path("sweep.json"), encoding="utf-8") as f:
-                return json.load(f)
+            return json.loads(as_path(self.path("sweep.json")).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except ValueError as e:
@@ -131,12 +148,16 @@ class Folder:
         """The result of a finished run; None for others."""
         name = run if isinstance(run, str) else run.name
         try:
-            with open(self.path("runs", name, "result.json"), encoding="utf-8") as f:
-                content = json.load(f)
+            content = json.loads(as_path(self.path("runs", name, "result.json")).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
             return None
         known = {key: content[key] for key in Result.__dataclass_fields__ if key in content}
         return Result(**known)
+
+    def results(self, names: Sequence[str]) -> dict[str, Result]:
+        """Those of finished runs; read at once, since in a bucket each takes a while."""
+        with ThreadPoolExecutor(16 if is_remote(self.root) else 1) as pool:
+            return {name: result for name, result in zip(names, pool.map(self.result, names), strict=True) if result}
 
     def write_result(self, run: Run, result: Result) -> None:
         everything = {**dataclasses.asdict(result), "batch_size": run.batch_size, "learning_rate": run.learning_rate}
@@ -150,8 +171,9 @@ class Folder:
         text = io.StringIO()
         writer = csv.writer(text)
         writer.writerow(["name", "status", *own, "batch_size", "learning_rate", "seed", *COLUMNS])
+        former = self.results([run["name"] for run in described if run["name"] not in results])
         for run in described:
-            result = results.get(run["name"]) or self.result(run["name"]) or Result(run["name"])
+            result = results.get(run["name"]) or former.get(run["name"]) or Result(run["name"])
             cells = [run["values"].get(axis, "") for axis in own]
             cells += [run["batch_size"], run["learning_rate"], run["seed"]]
             cells += [getattr(result, column) for column in COLUMNS]

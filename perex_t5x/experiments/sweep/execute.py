@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
+from perex_t5x import buckets
 from perex_t5x.cli import status as status_lib
 from perex_t5x.cli import subprocesses
 from perex_t5x.cli.status import Status
@@ -25,7 +27,7 @@ from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.experiments.sweep.directory import Folder, result_of_metrics
 from perex_t5x.experiments.sweep.overview import Overview
 from perex_t5x.experiments.sweep.runs import FAILED, STOPPED, WAITING, Result, Run, absolute
-from perex_t5x.files import is_remote
+from perex_t5x.files import as_path, is_remote
 from perex_t5x.metrics import loss_of, newest_text
 
 if TYPE_CHECKING:
@@ -66,9 +68,10 @@ def run(
     directory = Folder(folder)
     if problems := directory.check(plan):
         raise ConfigError("\n".join(problems))
-    with directory.locked():
+    stop = threading.Event()
+    with directory.locked(on_lost=stop.set):
         described = directory.write_description(plan)
-        results = {r.name: former for r in plan.runs if (former := directory.result(r)) is not None}
+        results = directory.results([r.name for r in plan.runs])
         directory.write_results(described, results)
         first_of = first_of_twins(chosen, results)
         unfinished = [r for r in chosen if r.name not in results]
@@ -94,7 +97,6 @@ def run(
                 directory.write_result(twin, results[twin.name])
             return [results[twin.name] for twin in waiting]
 
-        stop = threading.Event()
         for ended in [r for r in chosen if r.name in results]:
             copy_twins(ended)
         directory.write_results(described, results)
@@ -184,14 +186,14 @@ def first_of_twins(runs: Sequence[Run], finished: Mapping[str, Result]) -> dict[
 def copy_twin(directory: Folder, first: Run, twin: Run, result: Result) -> Result:
     """Copies what `first` has written, except checkpoints, into the twin's folder; returns its result."""
     source, target = directory.path("runs", first.name), directory.path("runs", twin.name)
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("checkpoint_*", "result.json*", "goodput"))
-    config = os.path.join(target, "config.gin")
-    if os.path.exists(config):
-        with open(config, encoding="utf-8") as f:
-            text = f.read()
-        with open(config, "w", encoding="utf-8") as f:
-            f.write(text.replace(repr(source), repr(target)))
+    if is_remote(target):
+        buckets.copy_folder(source, target, leave_out=r"checkpoint_|result\.json|goodput/")
+    else:
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("checkpoint_*", "result.json*", "goodput"))
+    config = as_path(os.path.join(target, "config.gin"))
+    if config.exists():
+        config.write_text(config.read_text(encoding="utf-8").replace(repr(source), repr(target)), encoding="utf-8")
     return dataclasses.replace(result, name=twin.name, values=dict(twin.values), seconds=0.0)
 
 
@@ -212,9 +214,11 @@ class RunProcess:
         self.run, self.folder = run, run.folder(root)
         self._begun = time.monotonic()
         self._looked, self._made = -math.inf, None
-        os.makedirs(self.folder, exist_ok=True)
-        self.log = os.path.join(self.folder, "log.txt")
-        self.status_file = os.path.join(self.folder, status_lib.FILE)
+        # A process writes its log into a file of this machine; in a bucket the log is put beside the rest at the end.
+        here = tempfile.mkdtemp(prefix="perex_t5x_sweep_") if is_remote(self.folder) else self.folder
+        os.makedirs(here, exist_ok=True)
+        self._here, self.log = here, os.path.join(here, "log.txt")
+        self.status_file = os.path.join(here, status_lib.FILE)
         self.process = self.start(run.command(root), environment)
 
     def start(self, command: list[str], environment: dict[str, str]) -> Any:
@@ -242,6 +246,8 @@ class RunProcess:
     def result(self) -> Result:
         """After its end."""
         status, seconds = self.process.status(), time.monotonic() - self._begun
+        if is_remote(self.folder):
+            self._upload_log()
         if status.reason is Reason.DONE:
             return result_of_metrics(self.run, self.folder, seconds)
         if was_stopped(status):
@@ -250,6 +256,16 @@ class RunProcess:
             return result_of_metrics(self.run, self.folder, seconds, FAILED, divergence(status))
         error = failure(status, self.log)
         return Result(self.run.name, FAILED, seconds=seconds, error=error, values=self.run.values)
+
+    def _upload_log(self) -> None:
+        target = os.path.join(self.folder, "log.txt")
+        try:
+            as_path(target).write_bytes(as_path(self.log).read_bytes())
+        except Exception as e:  # a log is not worth a run
+            logging.warning("%s could not be written: %s. It stays in %s", target, e, self.log)
+            return
+        shutil.rmtree(self._here, ignore_errors=True)
+        self.log = target
 
 
 def was_stopped(status: Status) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from perex_t5x.files import is_remote
+from perex_t5x.files import check_path, is_remote
 
 DONE, FAILED, STOPPED, WAITING = "done", "failed", "stopped", "waiting"
 
@@ -120,4 +120,5 @@ class Result:
 
 def absolute(path: str) -> str:
     """The absolute path of a local folder; remote ones (gs://...) are returned unchanged."""
-    return path if is_remote(path) else os.path.abspath(os.path.expanduser(path))
+    check_path(path, "--dir")
+    return path.rstrip("/") if is_remote(path) else os.path.abspath(os.path.expanduser(path))
