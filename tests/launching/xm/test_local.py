@@ -78,6 +78,7 @@ def test_two_runs_of_a_sweep_through_xmanager(tmp_path):
         "--dir=a sweep",
     )
     assert done.returncode == 0, done.stderr
+    assert "may still be running" not in done.stdout  # what XManager says at exit of jobs that have ended
     assert "Traceback" not in done.stderr and "2 runs: 2 done." in done.stdout
     folder = tmp_path / "a sweep"
     with open(folder / "results.csv", encoding="utf-8", newline="") as f:
