@@ -32,7 +32,7 @@ COMMAND = (
     *("--log_dir=/tmp/perex-logs", "--lock=/tmp/perex-worker.lock"),
 )
 _POLICY = {"maxRestarts", "restartStrategy", "rules"}  # all of them since JobSet v0.7
-# Names of a Secret's keys; its values are never read.
+# Prints the names of a Secret's keys, and no value.
 _KEYS = '--output=go-template={{range $key, $value := .data}}{{$key}}{{"\\n"}}{{end}}'
 # Flags that `Shape` has under the same names.
 _OF_SHAPE = (
