@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -224,10 +225,19 @@ class Steps:
             raise ConfigError(shell.refusal(f"{url} cannot be written", done.said))
 
     def uploaded(self, folder: str) -> Bundle | None:
-        """The newest bundle of the launch in the bucket; None if there is none."""
+        """The newest bundle of the launch in the bucket; None if there is none.
+
+        Its checksum becomes part of a script for the hosts, and whoever may write to the bucket may have written it.
+        """
         argv = ["gcloud", "storage", "cat", f"{folder}/bundle.sha256", f"--project={self.target.project}"]
         done = self.commands.run(argv, check=False, retries=2, retry_on=[shell.GCLOUD_TRANSIENT])
-        return Bundle(folder, done.stdout.strip()) if done.returncode == 0 else None
+        digest = done.stdout.strip()
+        if done.returncode != 0 or not re.fullmatch("[0-9a-f]{64}", digest):
+            return None
+        own = Path(bundle.folder(self.target.name), "bundle.sha256")
+        if not own.is_file() or own.read_text().strip() != digest:
+            say("note: another machine has built this launch's bundle; its checksum is the one in the bucket")
+        return Bundle(folder, digest)
 
     def copy(self, uploaded: Bundle) -> None:
         say("copying the package and the Gin files to all workers")

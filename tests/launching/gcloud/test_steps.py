@@ -11,7 +11,7 @@ import pytest
 
 from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching import checks, shell
-from perex_t5x.launching.gcloud import remote, resource
+from perex_t5x.launching.gcloud import remote, resource, steps
 from perex_t5x.launching.gcloud.remote import HostStatus
 from perex_t5x.launching.shell import Commands
 from tests.launching.gcloud.support import Cloud, created, finished, killed_workers, scenario, there
@@ -272,3 +272,23 @@ def test_only_released_pythons_are_used(tmp_path, version, found):
         )
         expected = "venv venv" if found else "not a release" if python else "no released Python of 3.11 or newer"
         assert expected in done.stderr and done.returncode == (7 if found else 1), done.stderr
+
+
+def test_a_checksum_from_the_bucket_is_no_script(tmp_path, monkeypatch, capsys):
+    """It is written into what the hosts run; and it is said if this machine has not computed it."""
+    monkeypatch.setenv("PEREX_T5X_LAUNCH_DIR", str(tmp_path))
+    answers = Namespace(stdout="", returncode=0)
+    commands = Commands()
+    monkeypatch.setattr(commands, "run", lambda *_, **__: answers)
+    todo = steps.Steps(resource.Resource("run", "p", "us-west4-a", 1), commands)
+    for answers.stdout in ("", "0" * 63 + ";", "$(reboot)", "0" * 65):
+        assert todo.uploaded("gs://bucket/x") is None
+    digest = answers.stdout = "ab" * 32
+    assert todo.uploaded("gs://bucket/x") == steps.Bundle("gs://bucket/x", digest)
+    assert "another machine has built" in capsys.readouterr().err
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "bundle.sha256").write_text(digest)
+    assert todo.uploaded("gs://bucket/x") == steps.Bundle("gs://bucket/x", digest)
+    assert capsys.readouterr().err == ""
+    answers.returncode = 1
+    assert todo.uploaded("gs://bucket/x") is None
