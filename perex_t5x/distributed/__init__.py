@@ -12,8 +12,10 @@ Without other processes every function is a no-op, or does its work alone.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -73,6 +75,8 @@ def connect(
     hosts = rendezvous.meet(info, initialization_timeout)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    _info = info
+    on_abort(_explain_abort)
     try:
         jax.distributed.initialize(
             info.address,
@@ -90,23 +94,26 @@ def connect(
             f"all {info.count} processes met at {info.address}, but JAX could not connect them: {e}. Did one of them end "
             "at once? Is a proxy set in the environment?"
         ) from e
-    _info = info
     _group = Group(
         store_lib.connected_store(), info.index, hosts, timeout=heartbeat_timeout, phase_timeout=phase_timeout
     )
     _group.start()
-    on_abort(_explain_abort)
     return info
 
 
 def _explain_abort() -> None:
     """Ends the process with our own message if JAX aborts it because process 0 is gone."""
-    if _group is None or _info is None:
+    if _info is None:
         return
     try:
         socket.create_connection((_info.host, _info.port), timeout=2.0).close()
     except OSError:
-        _group.end_without_coordinator()
+        if _group is not None:
+            _group.end_without_coordinator()
+        message = f"the coordinator (process 0) at {_info.address} ended while the processes were being connected."
+        print(f"\nERROR: {message}", file=sys.stderr, flush=True)
+        status.write(Reason.PEER_LOST, message)
+        os._exit(Reason.PEER_LOST.exit_code)
 
 
 def group() -> Group | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from absl import logging
+
 from perex_t5x.distributed import store
-from perex_t5x.errors import ConfigError
+from perex_t5x.errors import ConfigError, UnreachableError
 
 _FLAGS = ("--coordinator_address", "--process_count", "--process_index")
 _VARIABLES = (
@@ -16,6 +19,8 @@ _VARIABLES = (
     ("JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT"),
     ("JAX_PROCESS_ID", "JAX_PROCESS_INDEX"),
 )
+_ATTEMPT = ("PEREX_T5X_ATTEMPT", "PEREX_T5X_JOB")  # which start of the hosts, set by launchers, and which of its jobs
+_PAUSE = 2.0  # seconds between questions to a cluster that fails
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +33,7 @@ class ProcessInfo:
       index: which of them this one is.
       source: who said so, for messages.
       local_device_ids: the devices that a cluster gives to this process; None: all it sees.
+      attempt: the same in all processes that were started together, and in no others; "" where no launcher says it.
     """
 
     address: str
@@ -35,6 +41,7 @@ class ProcessInfo:
     index: int
     source: str = "flags"
     local_device_ids: Any = None
+    attempt: str = ""
 
     @property
     def host(self) -> str:
@@ -97,7 +104,8 @@ def find(
             f"{_FLAGS[0]}, {_FLAGS[1]} and {_FLAGS[2]} belong together: give all three. Given: {', '.join(had)}; missing: "
             f"{', '.join(missing)}."
         )
-    return _checked(ProcessInfo(str(given[0]), given[1], given[2], way, ids), sources)
+    attempt = "/".join(environ[name] for name in _ATTEMPT if environ.get(name)) if environ.get(_ATTEMPT[0]) else ""
+    return _checked(ProcessInfo(str(given[0]), given[1], given[2], way, ids, attempt), sources)
 
 
 def _whole_number(name: str, text: str) -> int:
@@ -108,13 +116,22 @@ def _whole_number(name: str, text: str) -> int:
 
 
 def _detected(detect: Callable[..., tuple[Any, ...]], detection: str, timeout: int) -> tuple[Any, ...]:
-    try:
-        return detect(None if detection == "auto" else detection, timeout)
-    except Exception as e:  # whatever a scheduler's interface may raise
-        raise ConfigError(
-            f"this process seems to run on a cluster, but asking it for the other processes failed: {e}. Give "
-            f"{', '.join(_FLAGS)}, or --cluster_detection=off to run alone."
-        ) from e
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return detect(None if detection == "auto" else detection, timeout)
+        except Exception as e:  # whatever a scheduler's interface may raise
+            message = (
+                f"this process seems to run on a cluster, but asking it for the other processes failed: {e}. Give "
+                f"{', '.join(_FLAGS)}, or --cluster_detection=off to run alone."
+            )
+            if not isinstance(e, RuntimeError | OSError):
+                raise ConfigError(message) from e
+            # A metadata server that does not answer, a name that is not known yet: another time it may.
+            if time.monotonic() + _PAUSE > deadline:
+                raise UnreachableError(message) from e
+            logging.warning("asking the cluster for the other processes failed, and is tried again: %s", e)
+            time.sleep(_PAUSE)
 
 
 def _checked(info: ProcessInfo, sources: list[str]) -> ProcessInfo:

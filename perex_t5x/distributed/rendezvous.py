@@ -1,34 +1,46 @@
 """All processes meet over plain TCP before JAX connects them: whoever is missing, double or of another count is named.
 
-Process 0 listens at the coordinator's address, the others say who they are, and it answers all of them at once: come in, or
-what is wrong. JAX's own service then takes the same port. (JAX alone ends a process with a C++ stack trace in these cases.)
+Process 0 listens at the coordinator's address, the others say who they are and which attempt they belong to, and it answers
+all of them at once: come in, or what is wrong. JAX's own service then takes the same port. (JAX alone ends a process with a
+C++ stack trace in these cases.)
+
+Whatever a former attempt may have left behind is waited for until the deadline: a process 0 that still listens, or holds the
+port, one that does not answer any more, processes that come too late. What then remains is a reason to start again, not an
+error of the configuration. Attempts are told apart by what launchers set in the environment (`process_info`); only where it
+says that two processes belong to the same attempt is a wrong index or count certain to be the configuration's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import selectors
 import socket
 import time
+from collections.abc import Iterable
 from typing import Any
 
+from absl import logging
+
 from perex_t5x.distributed.process_info import ProcessInfo
-from perex_t5x.errors import ConfigError, Reason, UnreachableError
+from perex_t5x.errors import ConfigError, PeerLostError, Reason, UnreachableError
 
 _GREETING = "perex_t5x rendezvous 1"
 _LONGEST = 1 << 20
 _RETRY_SECONDS = 0.2
+_ACKNOWLEDGE_SECONDS = 10.0  # in which a process 0 that is alive says that it has heard
 
 
 def meet(info: ProcessInfo, timeout: float) -> list[str]:
     """Waits for all processes; returns their hosts by index.
 
-    Raises, with the same message in all of them:
-      ConfigError: they were started with indices or counts that do not fit.
+    Raises:
+      ConfigError: processes of one attempt were started with indices or counts that do not fit; the same message in all.
       UnreachableError: some did not come, or lost their way, in time; another attempt may succeed.
+      PeerLostError: process 0 ended after all had met.
     """
     return _receive(info, timeout) if info.index == 0 else _call(info, timeout)
 
@@ -46,19 +58,26 @@ class _Caller:
 def _receive(info: ProcessInfo, timeout: float) -> list[str]:
     deadline = time.monotonic() + timeout
     callers: dict[int, _Caller] = {}  # by file descriptor
+    refused: dict[str, str] = {}  # by name: why it was sent away
     own = _hello(info)
-    with _listen(info) as listener, selectors.DefaultSelector() as selector:
+    with _listen(info, deadline, timeout) as listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
+
+        def drop(caller: _Caller) -> None:
+            selector.unregister(caller.connection)
+            del callers[caller.connection.fileno()]
+            caller.connection.close()
+
         try:
             while True:
                 known = {0: own} | {c.hello["index"]: c.hello for c in callers.values() if c.hello}
                 if len(known) == info.count:
                     hosts = [known[i]["host"] for i in range(info.count)]
-                    _answer(callers, {"hosts": hosts})
+                    _answer(callers.values(), {"hosts": hosts})
                     return hosts
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise UnreachableError(_missing(info, known, timeout))
+                    raise UnreachableError(_missing(info, known, refused, timeout))
                 for key, _ in selector.select(min(left, 1.0)):
                     if key.fileobj is listener:
                         connection, _ = listener.accept()
@@ -66,34 +85,60 @@ def _receive(info: ProcessInfo, timeout: float) -> list[str]:
                         callers[connection.fileno()] = _Caller(connection)
                         selector.register(connection, selectors.EVENT_READ)
                         continue
-                    caller = callers[key.fd]
+                    if (caller := callers.get(key.fd)) is None:  # its place was taken a moment ago
+                        continue
+                    was_known = caller.hello is not None
                     if not _read(caller):  # it left again, or is not one of ours
-                        selector.unregister(caller.connection)
-                        caller.connection.close()
-                        del callers[key.fd]
-                _check(own, [c.hello for c in callers.values() if c.hello])
+                        drop(caller)
+                    elif caller.hello is not None and not was_known:
+                        if (why := _unfit(own, caller.hello)) is not None:
+                            if _name(caller.hello) not in refused:
+                                logging.warning("%s", why)
+                            refused[_name(caller.hello)] = why
+                            _answer([caller], {"refused": why})
+                            drop(caller)
+                            continue
+                        for other in [c for c in callers.values() if c is not caller and c.hello]:
+                            if other.hello["index"] == caller.hello["index"]:
+                                _check_replaced(own, other.hello, caller.hello)
+                                drop(other)
+                        _answer([caller], {"waiting": True})
         except (ConfigError, UnreachableError) as e:
-            _answer(callers, {"error": str(e), "reason": e.reason})
+            _answer(callers.values(), {"error": str(e), "reason": e.reason})
             raise
         finally:
             for caller in callers.values():
                 caller.connection.close()
 
 
-def _listen(info: ProcessInfo) -> socket.socket:
-    try:
-        return socket.create_server(
-            ("", info.port),
-            family=socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET,
-            dualstack_ipv6=socket.has_dualstack_ipv6(),
-            backlog=1024,
-        )
-    except OSError as e:
-        raise ConfigError(
-            f"process 0 cannot listen at port {info.port} of {socket.gethostname()} (coordinator address "
-            f"{info.address}): {e.strerror}. Another run uses it, or another process on this host also has "
-            "--process_index=0: choose another port, or give every process its own index."
-        ) from e
+def _listen(info: ProcessInfo, deadline: float, timeout: float) -> socket.socket:
+    """Listens at the coordinator's port, as soon as a process of a former attempt has left it."""
+    said = False
+    while True:
+        try:
+            return socket.create_server(
+                ("", info.port),
+                family=socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET,
+                dualstack_ipv6=socket.has_dualstack_ipv6(),
+                backlog=1024,
+            )
+        except OSError as e:
+            where = (
+                f"process 0 cannot listen at port {info.port} of {socket.gethostname()} (coordinator address "
+                f"{info.address}): {e.strerror}"
+            )
+            if e.errno != errno.EADDRINUSE:
+                raise ConfigError(f"{where}. Choose another port.") from e
+            if time.monotonic() > deadline:
+                raise UnreachableError(
+                    f"{where}, for {timeout:g} s (--initialization_timeout). A process of an earlier attempt has not "
+                    "ended, another run uses it, or another process on this host also has --process_index=0: end it, "
+                    "choose another port, or give every process its own index."
+                ) from e
+            if not said:
+                logging.warning("%s; waiting for it", where)
+                said = True
+            time.sleep(_RETRY_SECONDS)
 
 
 def _read(caller: _Caller) -> bool:
@@ -115,74 +160,99 @@ def _read(caller: _Caller) -> bool:
     return True
 
 
-def _check(own: dict[str, Any], others: list[dict[str, Any]]) -> None:
-    seen = {own["index"]: own}
-    for hello in others:
-        if hello["count"] != own["count"]:
-            raise ConfigError(
-                f"the processes disagree on how many they are: {_name(own)} says {own['count']}, {_name(hello)} says "
-                f"{hello['count']}. Give all of them the same --process_count (JAX_NUM_PROCESSES)."
-            )
-        if hello["index"] in seen:
-            raise ConfigError(
-                f"two processes have --process_index={hello['index']}: {_name(seen[hello['index']])} and "
-                f"{_name(hello)}. Give every process its own index (JAX_PROCESS_ID), from 0 to {own['count'] - 1}."
-            )
-        seen[hello["index"]] = hello
+def _same_attempt(a: dict[str, Any], b: dict[str, Any]) -> bool | None:
+    """Whether two processes belong to one attempt; None where one of them does not know its own."""
+    return a["attempt"] == b["attempt"] if a.get("attempt") and b.get("attempt") else None
 
 
-def _missing(info: ProcessInfo, known: dict[int, dict[str, Any]], timeout: float) -> str:
+def _unfit(own: dict[str, Any], hello: dict[str, Any]) -> str | None:
+    """Why a caller cannot be one of this run's processes, None if it can; one of another attempt may just be late."""
+    same = _same_attempt(own, hello)
+    if same is False:
+        return (
+            f"{_name(hello)} belongs to attempt {hello['attempt']!r} of a run, and the coordinator, {_name(own)}, to "
+            f"attempt {own['attempt']!r}: one of them is left over from another attempt."
+        )
+    if hello["count"] == own["count"] and hello["index"] != own["index"]:
+        return None
+    if hello["count"] != own["count"]:
+        why = (
+            f"the processes disagree on how many they are: {_name(own)} says {own['count']}, {_name(hello)} says "
+            f"{hello['count']}. Give all of them the same --process_count (JAX_NUM_PROCESSES)"
+        )
+    else:
+        why = _double(own, hello)
+    if same:
+        raise ConfigError(f"{why}.")
+    return f"{why}, unless one of them is left over from another attempt."
+
+
+def _check_replaced(own: dict[str, Any], former: dict[str, Any], hello: dict[str, Any]) -> None:
+    """Two callers with one index: a mistake within an attempt; else the later one counts."""
+    if _same_attempt(former, hello):
+        raise ConfigError(f"{_double(former, hello)}.")
+    logging.warning("%s; the later one counts", _double(former, hello))
+
+
+def _double(former: dict[str, Any], hello: dict[str, Any]) -> str:
+    return (
+        f"two processes have --process_index={hello['index']}: {_name(former)} and {_name(hello)}. Give every process its "
+        f"own index (JAX_PROCESS_ID), from 0 to {hello['count'] - 1}"
+    )
+
+
+def _missing(info: ProcessInfo, known: dict[int, dict[str, Any]], refused: dict[str, str], timeout: float) -> str:
     missing = [i for i in range(info.count) if i not in known]
     shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
     return (
         f"only {len(known)} of {info.count} processes came within {timeout:g} s (--initialization_timeout); missing: "
         f"process {shown}. Here: {', '.join(_name(known[i]) for i in sorted(known)[:8])}. Were all of them started, with "
         f"--process_count={info.count}, and can they reach {info.address}?"
+        + "".join(f" Sent away: {why}" for why in list(refused.values())[:4])
     )
 
 
-def _answer(callers: dict[int, _Caller], verdict: dict[str, Any]) -> None:
+def _answer(callers: Iterable[_Caller], verdict: dict[str, Any]) -> None:
     line = json.dumps({"greeting": _GREETING, **verdict}).encode() + b"\n"
-    for caller in callers.values():
+    for caller in callers:
         if caller.hello is not None:
             with contextlib.suppress(OSError):  # it has gone; JAX's own connecting will miss it
                 caller.connection.settimeout(5.0)
                 caller.connection.sendall(line)
+                caller.connection.setblocking(False)
 
 
 # --- the others -------------------------------------------------------------------------------------------------------
 
 
+class _RefusedError(OSError):
+    """What answers is not this run's process 0, or not yet."""
+
+
 def _call(info: ProcessInfo, timeout: float) -> list[str]:
     deadline = time.monotonic() + timeout
-    reason = "no attempt was made"
+    reason, said = "no attempt was made", ""
     met = False
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((info.host, info.port), timeout=min(left, 10.0)) as connection:
                 connection.sendall(json.dumps(_hello(info)).encode() + b"\n")
                 met = True
-                # Process 0 keeps the time; a little longer, so that its answer is the one that counts.
-                connection.settimeout(max(deadline - time.monotonic(), 0) + 10.0)
-                answer = _line(connection)
-                if not answer:
-                    raise ConnectionError("it closed the connection; did process 0 end?")
+                verdict = _verdict(connection, deadline)
         except OSError as e:
             reason = e.strerror or str(e) or type(e).__name__
-            time.sleep(min(_RETRY_SECONDS, left))
+            if isinstance(e, _RefusedError) and reason != said:
+                logging.warning("process %d waits for the coordinator at %s: %s", info.index, info.address, reason)
+                said = reason
+            time.sleep(min(_RETRY_SECONDS, max(left, 0)))
             continue
-        verdict = _decoded(answer)
-        if verdict is None or verdict.get("greeting") != _GREETING:
-            raise ConfigError(
-                f"something else answers at the coordinator address {info.address}: another program, or a run that has "
-                "already begun without this process. Choose another port, or restart all processes."
-            )
         if "error" in verdict:
             kind = UnreachableError if verdict.get("reason") == Reason.UNREACHABLE else ConfigError
             raise kind(verdict["error"])  # what process 0 has raised
-        _wait_for_service(info, deadline)
+        _wait_for_service(info, deadline, timeout)
         return verdict["hosts"]
     lost = "lost the connection" if met else "cannot connect"
+    reason = reason if said in ("", reason) else f"{reason} Before that: {said}"
     raise UnreachableError(
         f"process {info.index} {lost} to the coordinator (process 0) at {info.address} within {timeout:g} s "
         f"(--initialization_timeout): {reason}. Is process 0 running, is this its address, is the port open in the "
@@ -190,29 +260,50 @@ def _call(info: ProcessInfo, timeout: float) -> list[str]:
     )
 
 
-def _line(connection: socket.socket) -> bytes:
-    text = b""
-    while b"\n" not in text and len(text) < _LONGEST:
-        piece = connection.recv(65536)
-        if not piece:
-            break
-        text += piece
-    return text
+def _verdict(connection: socket.socket, deadline: float) -> dict[str, Any]:
+    """What process 0 says in the end. Raises `OSError` if it is not there, or not that of this attempt."""
+    lines = connection.makefile("rb")
+    connection.settimeout(min(_ACKNOWLEDGE_SECONDS, max(deadline - time.monotonic(), 0.1)))
+    other = (
+        "something else answers there: another program, or a coordinator of an earlier attempt that has begun without "
+        "this process"
+    )
+    while True:
+        try:
+            line = lines.readline(_LONGEST)
+        except TimeoutError:
+            raise _RefusedError(other) from None
+        if not line:
+            raise ConnectionError("it closed the connection; did process 0 end?")
+        verdict = _decoded(line)
+        if verdict is None or verdict.get("greeting") != _GREETING:
+            raise _RefusedError(other)
+        if "refused" in verdict:
+            raise _RefusedError(verdict["refused"])
+        if not verdict.get("waiting"):
+            return verdict
+        # Process 0 keeps the time; a little longer, so that its answer is the one that counts.
+        connection.settimeout(max(deadline - time.monotonic(), 0) + 10.0)
 
 
-def _wait_for_service(info: ProcessInfo, deadline: float) -> None:
+def _wait_for_service(info: ProcessInfo, deadline: float, timeout: float) -> None:
     """Until JAX's service has taken the port: its client, refused at first, would pause for a second."""
-    while time.monotonic() < deadline:
+    while True:
         try:
             socket.create_connection((info.host, info.port), timeout=1.0).close()
             return
-        except OSError:
+        except OSError as e:
+            if time.monotonic() > deadline:
+                raise PeerLostError(
+                    f"all {info.count} processes met, but the coordinator (process 0) at {info.address} was gone before "
+                    f"JAX could connect them, within {timeout:g} s (--initialization_timeout): {e.strerror or e}."
+                ) from e
             time.sleep(0.02)
 
 
 def _hello(info: ProcessInfo) -> dict[str, Any]:
     who = {"index": info.index, "count": info.count, "host": socket.gethostname(), "pid": os.getpid()}
-    return {"greeting": _GREETING, **who}
+    return {"greeting": _GREETING, **who, "attempt": info.attempt}
 
 
 def _name(hello: dict[str, Any]) -> str:

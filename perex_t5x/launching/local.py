@@ -102,6 +102,7 @@ def _environment(index: int, count: int, devices: int, port: int, live: bool) ->
         "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
         "JAX_NUM_PROCESSES": str(count),
         "JAX_PROCESS_ID": str(index),
+        "PEREX_T5X_ATTEMPT": f"local-{os.getpid()}",  # which processes were started together
         "XLA_FLAGS": f"{kept} --xla_force_host_platform_device_count={devices}".strip(),
         **({"PEREX_T5X_PROGRESS_SECONDS": "0.5", OVERWRITE: "1"} if live else {}),
         "PYTHONUNBUFFERED": "1",

@@ -205,7 +205,7 @@ class _Worker:
         with contextlib.suppress(OSError):
             os.unlink(step_file)
         self._reporter.begin_job(self._log(job), step_file, job=job.name, number=number, jobs=len(self._work.jobs))
-        ours = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", STEP_VARIABLE: step_file}
+        ours = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", STEP_VARIABLE: step_file, "PEREX_T5X_JOB": job.name}
         self._child = subprocesses.Child(
             job.argv(),
             cwd=self._folder,

@@ -3,7 +3,7 @@
 import pytest
 
 from perex_t5x.distributed import process_info
-from perex_t5x.errors import ConfigError
+from perex_t5x.errors import ConfigError, UnreachableError
 
 NO_CLUSTER = (None, None, None, None)
 
@@ -31,6 +31,25 @@ def test_environment(count, index):
     here = find(environ=environ)
     assert (here.address, here.count, here.index) == ("a:1", 3, 2)
     assert find(None, None, 0, environ=environ).index == 0  # a flag comes first
+
+
+def test_attempt():
+    assert find("a:1", 2, 1).attempt == ""
+    assert find("a:1", 2, 1, environ={"PEREX_T5X_ATTEMPT": "3", "PEREX_T5X_JOB": "seed_1"}).attempt == "3/seed_1"
+    assert find("a:1", 2, 1, environ={"PEREX_T5X_JOB": "seed_1"}).attempt == ""
+
+
+def test_a_cluster_that_answers_late(monkeypatch):
+    monkeypatch.setattr(process_info, "_PAUSE", 0.0)
+    answers = [RuntimeError("no such name yet"), OSError("timed out"), ("pod-0:8476", 4, 2, None)]
+
+    def detect(method, seconds):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert process_info.find(environ={}, detect=detect).index == 2
 
 
 def test_cluster():
@@ -70,7 +89,13 @@ def test_a_cluster_that_cannot_be_asked():
     def detect(method, seconds):
         raise RuntimeError("403 - forbidden")
 
-    with pytest.raises(ConfigError, match=r"403 - forbidden.*--cluster_detection=off"):
-        process_info.find(environ={}, detect=detect)
+    with pytest.raises(UnreachableError, match=r"403 - forbidden.*--cluster_detection=off"):
+        process_info.find(environ={}, detect=detect, timeout=0)
+
+    def misses(method, seconds):
+        raise KeyError("TPU_NAME")
+
+    with pytest.raises(ConfigError, match=r"TPU_NAME.*--cluster_detection=off"):
+        process_info.find(environ={}, detect=misses)
     with pytest.raises(ConfigError, match="--cluster_detection=mpi4py: JAX finds no such cluster"):
         find(detection="mpi4py")

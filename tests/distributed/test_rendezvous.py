@@ -1,5 +1,6 @@
 """Processes that meet, or do not: every one of them is told the same reason, in time."""
 
+import os
 import socket
 import threading
 import time
@@ -21,20 +22,31 @@ def port():
 
 @pytest.fixture(autouse=True)
 def _no_service(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_wait_for_service", lambda info, deadline: None)
+    monkeypatch.setattr(rendezvous, "_wait_for_service", lambda *arguments: None)
 
 
-def meet(port, *processes, timeout=30.0):
+def meet(port, *processes, timeout=30.0, attempt=""):
     """What each of the processes (index, count) returns or raises; they are threads here."""
 
     def one(process):
         try:
-            return rendezvous.meet(ProcessInfo(f"localhost:{port}", process[1], process[0]), timeout)
+            return rendezvous.meet(ProcessInfo(f"localhost:{port}", process[1], process[0], attempt=attempt), timeout)
         except (ConfigError, UnreachableError) as e:
-            return str(e)
+            return f"{e.reason}: {e}"
 
     with ThreadPoolExecutor(len(processes)) as pool:
         return list(pool.map(one, processes))
+
+
+def connected(port):
+    """A connection to whoever listens, as soon as somebody does."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return socket.create_connection(("localhost", port))
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_all_learn_all_hosts(port):
@@ -50,21 +62,65 @@ def test_missing_process_is_named(port):
     assert "only 2 of 3 processes came within 1 s" in results[0] and "missing: process 2." in results[0]
 
 
-def test_two_counts(port):
-    results = meet(port, (0, 2), (1, 3))
-    assert len(set(results)) == 1
-    assert "process 0 (" in results[0] and "says 2" in results[0] and "says 3" in results[0]
-    assert "--process_count" in results[0]
+def test_two_counts_within_an_attempt(port):
+    first, second = meet(port, (0, 2), (1, 3), attempt="1")
+    assert "process 0 (" in first and "says 2" in first and "says 3" in first and "--process_count" in first
+    assert first.startswith("configuration: ") and second == first
 
 
-def test_two_processes_with_one_index(port):
-    results = meet(port, (0, 3), (1, 3), (1, 3))
-    assert all("two processes have --process_index=1" in r for r in results)
+def test_two_counts_may_be_of_two_attempts(port):
+    """Nothing says that they were started together: a later one may fit."""
+    results = meet(port, (0, 2), (1, 3), timeout=2.0)
+    assert all(r.startswith("unreachable: ") and "says 2" in r and "says 3" in r for r in results)
+    with ThreadPoolExecutor(2) as pool:
+        wrong = pool.submit(lambda: meet(port, (1, 3), timeout=2.0)[0])
+        assert meet(port, (0, 2), (1, 2)) == [[socket.gethostname()] * 2] * 2
+        assert wrong.result().startswith("unreachable: ")
+
+
+def test_two_processes_with_one_index_within_an_attempt(port):
+    results = meet(port, (0, 3), (1, 3), (1, 3), attempt="1")
+    assert all(r.startswith("configuration: two processes have --process_index=1") for r in results)
+
+
+def test_of_two_processes_with_one_index_the_later_one_counts(port):
+    """A host that was lost leaves a connection behind that nobody closes."""
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(lambda: meet(port, (0, 3))[0])
+        lost = connected(port)
+        lost.sendall(b'{"greeting": "perex_t5x rendezvous 1", "index": 1, "count": 3, "host": "lost", "pid": 1}\n')
+        assert b"waiting" in lost.recv(1000)
+        later = pool.submit(lambda: meet(port, (1, 3))[0])
+        assert lost.recv(1000) == b""  # its place is taken
+        assert meet(port, (2, 3))[0] == later.result() == first.result() == [socket.gethostname()] * 3
+        lost.close()
 
 
 def test_second_process_0_on_a_host(port):
-    results = meet(port, (0, 2), (0, 2), timeout=1.0)
-    assert any("cannot listen at port" in r and "--process_index=0" in r for r in results)
+    with socket.create_server(("", port)):
+        (result,) = meet(port, (0, 2), timeout=0.5)
+    assert result.startswith("unreachable: process 0 cannot listen at port") and "--process_index=0" in result
+    if os.geteuid():
+        assert meet(1, (0, 2))[0].startswith("configuration: process 0 cannot listen at port 1 ")
+
+
+def test_processes_of_another_attempt_do_not_meet(port):
+    """Both process 0s are on one host: the second waits for the port, and its callers for it."""
+    with ThreadPoolExecutor(2) as pool:
+        stale = pool.submit(lambda: meet(port, (0, 2), timeout=3.0, attempt="1")[0])
+        connected(port).close()
+        assert meet(port, (0, 2), (1, 2), attempt="2") == [[socket.gethostname()] * 2] * 2
+        assert "belongs to attempt '2' of a run, and the coordinator" in stale.result()
+        assert stale.result().startswith("unreachable: only 1 of 2 processes came within 3 s")
+
+
+def test_a_coordinator_that_does_not_answer_any_more_is_left(port, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_ACKNOWLEDGE_SECONDS", 0.3)
+    with ThreadPoolExecutor(1) as pool:
+        with socket.create_server(("localhost", port)):  # as if it were suspended
+            caller = pool.submit(lambda: meet(port, (1, 2))[0])
+            assert "something else answers" in meet(port, (1, 2), timeout=1.0)[0]
+        assert meet(port, (0, 2))[0] == caller.result() == [socket.gethostname()] * 2
 
 
 def test_unreachable_coordinator(port):
@@ -131,4 +187,5 @@ def test_strangers_are_ignored_and_recognised(port):
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
 
         threading.Thread(target=serve, daemon=True).start()
-        assert "something else answers" in meet(port, (1, 2))[0]
+        result = meet(port, (1, 2), timeout=1.0)[0]
+        assert result.startswith("unreachable: ") and "something else answers" in result

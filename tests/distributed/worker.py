@@ -15,7 +15,8 @@ from perex_t5x import cli, distributed
 
 
 def main() -> None:
-    distributed.connect(initialization_timeout=60, heartbeat_timeout=3, phase_timeout=60)
+    seconds = int(os.environ.get("INITIALIZATION_TIMEOUT", "60"))
+    distributed.connect(initialization_timeout=seconds, heartbeat_timeout=3, phase_timeout=60)
     group = distributed.group()
     kind, _, where, _, step = os.environ.get("TROUBLE", "none in 0 at 0").split()
     steps = int(os.environ.get("STEPS", "100000"))
