@@ -109,8 +109,11 @@ def _check(request: Request, todo: Steps, options: Options) -> bundle.Checkout:
     checks.zone_has(request, commands, checklist)
     checks.quota(request, commands, checklist)
     todo.check_secrets(request.secrets)
+    if request.secrets:
+        checklist.checked(f"the secrets {', '.join(request.secrets.values())} exist")
+        checklist.not_checked("whether the hosts' service account may read them")
     if options.detach:
-        detached.check_account(request, commands, options.create_flags)
+        detached.check_account(request, commands, options.create_flags, checklist)
     checks.check_gin(request, commands, checklist)
     cost = checks.preflight(request, commands, checklist)
     say(checks.summary(request, cost, files.commit, f"{request.project}, {request.zone}", checklist))

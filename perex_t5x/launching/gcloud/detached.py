@@ -18,6 +18,7 @@ from typing import Any
 
 from perex_t5x.errors import ConfigError, Reason, TrainingError
 from perex_t5x.launching import bundle, launch_folder, shell
+from perex_t5x.launching.checks import Checklist
 from perex_t5x.launching.gcloud import session, startup
 from perex_t5x.launching.gcloud.bucket import GcloudFolder
 from perex_t5x.launching.gcloud.resource import Description
@@ -99,7 +100,9 @@ def find_launch(root: str, name: str | None, commands: Commands) -> str:
 # --- launching --------------------------------------------------------------------------------------------------------
 
 
-def check_account(request: Request, commands: Commands, create_flags: tuple[str, ...]) -> None:
+def check_account(
+    request: Request, commands: Commands, create_flags: tuple[str, ...], checklist: Checklist | None = None
+) -> None:
     """Prints a note if the hosts' service account has no role with which it can delete its slices; roles that it has
     through a group, a folder or an organisation do not show."""
     given = next((flag.partition("=")[2] for flag in create_flags if flag.startswith("--service-account=")), None)
@@ -112,12 +115,14 @@ def check_account(request: Request, commands: Commands, create_flags: tuple[str,
     )
     if commands.dry_run:
         return
+    checklist = checklist or Checklist()
     grants = "\n".join(
         f"  gcloud projects add-iam-policy-binding {request.project} --member=serviceAccount:{given} --role={role}"
         for role in (_DELETE_ROLES[0], _ACT_AS_ROLES[0])
     )
     if done.returncode != 0:
         say(f"note: whether {given} may delete its slices is not known: the project's policy cannot be read.\n{grants}")
+        checklist.not_checked(f"whether {given} may delete and request slices")
         return
     member = f"serviceAccount:{given}"
     roles = {b["role"] for b in json.loads(done.stdout or "{}").get("bindings", []) if member in b.get("members", [])}
@@ -126,6 +131,11 @@ def check_account(request: Request, commands: Commands, create_flags: tuple[str,
             f"note: {given}, as which the hosts run, has no role in {request.project} with which it could delete the slices "
             f"at the end, or replace them when they are preempted. Unless it has one in another way:\n{grants}"
         )
+        checklist.not_checked(
+            f"whether {given} may delete and request slices in another way than by a role in the project"
+        )
+    else:
+        checklist.checked(f"{given} may delete and request slices")
 
 
 def launch(request: Request, todo: Steps, options: Options, files: bundle.Checkout) -> int:
