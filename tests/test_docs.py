@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -58,3 +59,28 @@ def test_modules_that_commands_run_exist():
     modules = {name: ROOT / Path(*name.split(".")) for name in named}
     missing = [n for n, f in modules.items() if not (f.with_suffix(".py").exists() or (f / "__main__.py").exists())]
     assert named and not missing
+
+
+def test_messages_on_the_page_of_failures_are_ours():
+    """Each message in docs/pod_failures.md is in the source; `...` stands for what varies. Google's are left out."""
+    text = (ROOT / "docs" / "pod_failures.md").read_text(encoding="utf-8")
+    ours = re.sub(r"Google's own words.*?\n## ", "", text, flags=re.DOTALL)
+    tables = re.findall(r"^\| printed \|.*\n\|[-|]*\|\n((?:\|.*\n)+)", ours, re.MULTILINE)
+    messages = [re.match(r"\| `([^`]+)`", row)[1] for table in tables for row in table.splitlines()]
+    said = _strings_of_the_package()
+    fragments = [(m, f.strip(" .:")) for m in messages for f in m.split("...") if len(f.strip(" .:")) > 8]
+    assert len(messages) > 25 and {m for m, _ in fragments} == set(messages)
+    assert [(message, fragment) for message, fragment in fragments if fragment not in said] == []
+
+
+def _strings_of_the_package() -> str:
+    """Every string in the package, those of f-strings with `...` for their fields, joined as Python joins them."""
+    texts = []
+    for path in (ROOT / "perex_t5x").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                texts.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
