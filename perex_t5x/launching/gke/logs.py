@@ -157,6 +157,8 @@ def _finished(cluster: Cluster, group: str, states: list[State]) -> int:
         reason, why = Reason.CONFIGURATION, "a configuration error, see the log: a restart would end in the same way"
     elif Reason.SOME_FAILED in reasons:
         reason, why = Reason.SOME_FAILED, "all runs have ended, some of them failed for good, for example by diverging"
+    elif Reason.STOPPED in reasons:
+        reason, why = Reason.STOPPED, "asked to stop through the bucket, and saved; launched again it resumes"
     elif final := reasons.intersection(FINAL_REASONS):
         reason, why = sorted(final)[0], f"{', '.join(sorted(final))}: a restart would end in the same way"
     else:

@@ -307,7 +307,7 @@ def test_all_slips_of_the_cluster_at_once(cluster):
     assert all(words in done.stderr for words in ("JobSet is not installed", "--queue=q", "=s:", "=p:"))
 
 
-@pytest.mark.parametrize(("code", "status"), [(2, 2), (3, 3), (5, 5), (7, 1), (8, 1), (137, 1)])
+@pytest.mark.parametrize(("code", "status"), [(2, 2), (3, 3), (10, 10), (7, 1), (8, 1), (137, 1)])
 def test_a_failed_jobset_ends_with_the_status_of_its_program(cluster, code, status):
     cluster.scenario(timeline=["running", "failed"], exit_code=code)
     done = cluster.run("--name=sqrt")
