@@ -10,9 +10,10 @@ import time
 import pytest
 
 from perex_t5x.errors import ConfigError, Reason
-from perex_t5x.launching import collect, reporter, worker
+from perex_t5x.launching import collect, local, reporter, worker
 from perex_t5x.launching.launch_folder import ATTEMPT, SLICE, LaunchFolder, log_parts
 from perex_t5x.launching.spec import FINAL_REASONS, Job, Work
+from tests.distributed import support
 
 
 def job(tmp_path, name, code):
@@ -317,3 +318,34 @@ def test_a_bucket_that_may_not_be_read_is_a_configuration_error(cloud_storage, t
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "ERROR: " in done.stdout and "storage.objects.get" in done.stdout and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "trouble,reasons",
+    [("error in 1 at 20", ("error", "error")), ("hang in 1 at 20", ("peer_lost", "peer_lost")),
+     ("kill in 1 at 20", ("peer_lost", "killed"))],
+)  # fmt: skip
+def test_of_two_real_processes_the_one_that_failed_is_the_first_error(tmp_path, trouble, reasons):
+    made = Job("a", ("-m", "tests.distributed.worker"), str(tmp_path / "out"))
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
+    found = {"JAX_COORDINATOR_ADDRESS": f"localhost:{local.free_port()}", "JAX_NUM_PROCESSES": "2"}
+    work = Work("w", str(tmp_path / "out"), (made,), launch="w", launch_id="id")
+    hosts = []
+    for index in "01":
+        (tmp_path / index).mkdir()
+        (tmp_path / index / "jobs.json").write_text(work.to_json())
+        command = [sys.executable, "-m", "perex_t5x.launching.worker", f"--jobs={tmp_path / index / 'jobs.json'}"]
+        env = support.environment(TROUBLE=trouble, XLA_FLAGS=flags, JAX_PLATFORMS="cpu", JAX_PROCESS_ID=index, **found)
+        env |= {worker.HOST_INDEX: index, ATTEMPT: "0"}
+        hosts.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    said = [host.communicate(timeout=180)[0] for host in hosts]
+    errors = folder_of(tmp_path).errors("id.0")
+    assert [(e.host, e.kind, str(e.reason)) for e in errors] == [
+        ("0-0001", "own", reasons[1]),
+        ("0-0000", "echo", reasons[0]),
+    ], said
+    first = collect.first_error(str(tmp_path / "out"), "w")
+    assert first == errors[0] and str(first).startswith("host 1 (slice 0), ")
+    if trouble.startswith("hang"):
+        assert "most recent call first" in first.traceback, "where it hangs"
