@@ -24,7 +24,7 @@ from etils import epath
 from flax import traverse_util
 
 from perex_t5x import buckets, distributed, files
-from perex_t5x.errors import ConfigError, writing_failed
+from perex_t5x.errors import ConfigError, is_denied, writing_failed
 from perex_t5x.train_state import TrainState
 from perex_t5x.utils import RestoreCheckpointConfig, SaveCheckpointConfig
 
@@ -133,9 +133,10 @@ def _explained(model_dir: str) -> Iterator[None]:
         yield
     except Exception as e:
         text = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        cause = "a permission is missing" if is_denied(e) else "the disk is full or the folder is gone"
         raise writing_failed(
-            f"writing a checkpoint to {model_dir} failed: {text}. Earlier checkpoints are complete. If the disk is full or "
-            "the folder is gone, fix that and start the same command again: it resumes from the newest one.",
+            f"writing a checkpoint to {model_dir} failed: {text}. Earlier checkpoints are complete. If {cause}, fix that "
+            "and start the same command again: it resumes from the newest one.",
             e,
         ) from e
 

@@ -18,7 +18,7 @@ from jax.tree_util import keystr
 
 from perex_t5x import buckets, distributed, files
 from perex_t5x.cli import status
-from perex_t5x.errors import ConfigError
+from perex_t5x.errors import ConfigError, UnreachableError, is_denied
 
 _PROBE = ".seen_by_all_"
 _SECONDS = 60.0  # a network file system may take this long to show another host's new file
@@ -66,11 +66,26 @@ def _leave_probe(folder: str) -> str:
     return name
 
 
+def _make_remote(folder: str, binding: str) -> None:
+    """What the client library can do, TensorFlow may not: it looks for credentials by itself."""
+    try:
+        epath.Path(folder).mkdir(parents=True, exist_ok=True)
+    except Exception as e:
+        text = (str(e).strip() or type(e).__name__).splitlines()[0]
+        if not is_denied(e):
+            raise UnreachableError(f"{binding} = {folder!r} cannot be made: {text}") from e
+        raise ConfigError(
+            f"{binding} = {folder!r}: TensorFlow may not write there, though Cloud Storage's client may: {text}. TensorFlow "
+            "knows service accounts, `gcloud auth application-default login` and the machines of Google Cloud; other "
+            "credentials, such as workload identity federation, it does not."
+        ) from e
+
+
 def _make_writable(model_dir: str, checkpoint_bytes: int, dry_run: bool = False, binding: str = "MODEL_DIR") -> None:
     buckets.check(model_dir, binding)
     if files.is_remote(model_dir):
         if not dry_run:
-            epath.Path(model_dir).mkdir(parents=True, exist_ok=True)
+            _make_remote(model_dir, binding)
         return
     existed = os.path.isdir(model_dir)
     try:

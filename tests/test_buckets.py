@@ -91,3 +91,11 @@ def test_without_credentials_nobody_waits_for_a_metadata_server(tmp_path, monkey
     monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")
     with pytest.raises(ConfigError, match="gcloud auth application-default login"):
         buckets.check("gs://some-bucket/run", "MODEL_DIR")
+
+
+def test_what_tensorflow_alone_may_not_do(cloud_storage_in_process):
+    """It has credentials of its own; here, for the mark of a folder, which it alone makes."""
+    cloud = cloud_storage_in_process
+    cloud.faults(rules=[{"action": "answer", "code": 403, "name": "/run/$"}])
+    with pytest.raises(ConfigError, match="MODEL_DIR = .*TensorFlow may not write there, though"):
+        run_dir.prepare(f"{cloud.bucket}/run")

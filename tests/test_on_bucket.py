@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -135,3 +136,39 @@ def test_two_processes_with_a_streaming_feed(cloud_storage):
         len([name for name in cloud_storage.objects() if re.fullmatch(r"two/checkpoint_\d+/commit_success.txt", name)])
         == 2
     )
+
+
+@pytest.mark.slow
+def test_installed_exactly_as_hosts_are(cloud_storage, tmp_path):
+    """The wheel with [tpu] under the constraints, in a new environment; the training is its own `python -m`."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    python = str(tmp_path / "env" / "bin" / "python")
+    wheels = [python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(support.ROOT)]
+    subprocess.run(wheels, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("perex_t5x-*.whl")
+    constraints = str(support.ROOT / "constraints.txt")
+    install = [python, "-m", "pip", "install", "--quiet", "-c", constraints, f"perex_t5x[tpu] @ file://{wheel}"]
+    done = subprocess.run(install, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "books").mkdir()
+    for i in range(20):
+        (tmp_path / "books" / f"{i}.txt").write_text(f"All work and no play {i} makes a dull book. " * 40)
+    folder = f"{cloud_storage.bucket}/host"
+    bindings = {
+        "MODEL_DIR": repr(folder), "MIXTURE_OR_TASK_NAME": "'text_files_lm'", "TASK_FEATURE_LENGTHS": "{'targets': 16}",
+        "tasks.register_text_files.glob": repr(f"{tmp_path}/books/*.txt"), "BATCH_SIZE": "8", "EVAL_STEPS": "1",
+        "models.T5Config.emb_dim": "32", "models.T5Config.mlp_dim": "64", "models.T5Config.num_heads": "4",
+        "models.T5Config.head_dim": "8", "utils.SaveCheckpointConfig.period": "2", "utils.SaveCheckpointConfig.keep": "1",
+    }  # fmt: skip
+    files = ["--gin_file=models/tiny.gin", "--gin_file=runs/pretrain.gin"]
+    for steps in (3, 5):
+        given = [f"--gin.{name}={value}" for name, value in {**bindings, "TRAIN_STEPS": str(steps)}.items()]
+        environment = {**os.environ, **cloud_storage.environment, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ""}
+        command = [python, "-m", "perex_t5x.train", *files, *given]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(cloud_storage.get("host/status.json"))["reason"] == "done"
+        whole = [
+            name for name in cloud_storage.objects("host/checkpoint_") if name.count("/") == 2 and "commit" in name
+        ]
+        assert whole == [f"host/checkpoint_{steps}/commit_success.txt"]

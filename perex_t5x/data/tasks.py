@@ -31,6 +31,7 @@ import seqio
 
 from perex_t5x.data import metrics, preprocessors, text_source
 from perex_t5x.errors import ConfigError
+from perex_t5x.files import is_remote
 
 EXTRA_IDS = 100
 TEXT_FILES_VARIABLE = "PEREX_TEXT_FILES"
@@ -54,7 +55,7 @@ def get_vocabulary(vocabulary: str | seqio.Vocabulary | None = None) -> seqio.Vo
             f"vocabulary = {vocabulary!r}: give None for bytes, the path of a SentencePiece model, "
             "or a seqio.Vocabulary."
         )
-    if "://" not in str(vocabulary) and not os.path.exists(vocabulary):
+    if not is_remote(str(vocabulary)) and not os.path.exists(vocabulary):
         raise ConfigError(f"vocabulary = {str(vocabulary)!r}: there is no such file.")
     return seqio.SentencePieceVocabulary(str(vocabulary), extra_ids=EXTRA_IDS)
 

@@ -15,6 +15,7 @@ from gin import config_parser
 
 from perex_t5x import gin_utils
 from perex_t5x.errors import ConfigError, Reason
+from perex_t5x.files import is_remote
 from perex_t5x.launching import names
 
 GIN_FOLDER = "gin_files"  # beside jobs.json; a Gin search path of the jobs, which run in the folder of jobs.json
@@ -225,7 +226,7 @@ def _single(args: Any, flags: Sequence[str]) -> Work:
     files = [extra.add(name) for name in args.gin_file]
     words = arguments(args.module, _search_paths(extra), files, bindings, flags)
     root = absolute(folder.rstrip("/"))
-    if root != folder and "://" not in folder and folder == _macro("MODEL_DIR"):
+    if root != folder and not is_remote(folder) and folder == _macro("MODEL_DIR"):
         words.append(f"--gin_bindings=MODEL_DIR = {root!r}")
     name = root.rpartition("/")[2]
     job = Job(name, tuple(words), root, batch_size, train_steps)

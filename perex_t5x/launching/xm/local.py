@@ -21,6 +21,7 @@ from perex_t5x.experiments.sweep.directory import Folder, InUseError, result_of_
 from perex_t5x.experiments.sweep.overview import Overview
 from perex_t5x.experiments.sweep.plan import Plan
 from perex_t5x.experiments.sweep.runs import DONE, STOPPED, Result, Run, absolute
+from perex_t5x.files import is_remote
 from perex_t5x.launching import spec
 from perex_t5x.launching.xm.experiment import Experiment, modules
 
@@ -48,7 +49,7 @@ def launch(args: Any) -> int:
 
 def _check_flags(args: Any) -> None:
     problems = []
-    if args.dir and "://" in args.dir:
+    if args.dir and is_remote(args.dir):
         problems.append(f"--dir={args.dir}: --executor=local writes to a folder of this machine.")
     for name in ("topology", "slices", "spot", "reservation", "zone", "image", "env", "libtpu_args", "secret"):
         if getattr(args, name):
@@ -137,7 +138,7 @@ def from_flags(args: Any) -> SingleRun:
         raise ConfigError("nothing to run: give --gin_file=runs/quickstart.gin, or --sweep=sweeps/learning_rate.gin.")
     gin_command.load_training(args)
     bindings, folder, batch_size, train_steps = spec.read_single(args, such_as="FOLDER")
-    if "://" in folder:
+    if is_remote(folder):
         raise ConfigError(
             f"MODEL_DIR = {folder!r}: --executor=local keeps the run's log in that folder, which has to be on this machine."
         )
