@@ -16,7 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from absl import logging
+
 from perex_t5x import files
+from perex_t5x.background import retried
 
 FOLDER = "goodput"
 PERIOD = 60.0  # seconds between writes, besides those at checkpoints and at the end
@@ -212,7 +215,10 @@ class Recorder:
 
     def follow(self, model_dir: str, step: int, reached: int) -> None:
         """That this attempt of the run in `model_dir` begins after `step`, and an earlier one may have got to `reached`."""
-        self._earlier = read_attempts(model_dir)
+        try:
+            self._earlier = retried(lambda: read_attempts(model_dir), f"reading the goodput of {model_dir}")
+        except Exception as e:  # what the run costs is not worth its end
+            logging.warning("the goodput of earlier attempts cannot be read: %s", e)
         self._path = os.path.join(model_dir, FOLDER, f"{round(self._begun * 1000):015d}.json")
         self._first_step = self._step = step
         self._reached = max([reached, *(attempt.step for attempt in self._earlier)])

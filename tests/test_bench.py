@@ -17,15 +17,20 @@ def test_turns_alternate():
     assert times == {"a": [2, 3, 6], "b": [1, 4, 5]}
 
 
-def test_the_training_loop_beside_a_bare_one(capsys):
+def test_the_training_loop_beside_a_bare_one(capsys, tmp_path):
     files = ("models/tiny.gin", "runs/bench.gin")
     small = ("models.T5Config.num_decoder_layers = 1", "STEPS = 2", "ROUNDS = 2", "BATCH_SIZE = 8")
+    small += (f"MODEL_DIR = '{tmp_path}/there'",)
     tiny.configure(*small, files=files)
     result = gin.get_configurable(bench.benchmark)()
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
     assert result["name"] == "tiny" and result["batch_size"] == 8 and result["length"] == 16
     assert len(result["step_seconds_all"]) == len(result["bare_step_seconds_all"]) == 2
     assert result["framework_overhead"] == result["step_seconds"] / result["bare_step_seconds"] - 1
+    first, second = (a / b for a, b in zip(result["storage_step_seconds_all"], result["step_seconds_all"], strict=True))
+    assert result["storage_overhead"] == pytest.approx((first + second) / 2 - 1) and not list(
+        (tmp_path / "there").iterdir()
+    )
     assert result["tokens_per_second"] == pytest.approx(8 * 16 * result["steps_per_second"])
 
 
