@@ -11,6 +11,14 @@ from perex_t5x import goodput, metrics
 from perex_t5x.goodput import PHASES, Attempt, Recorder, add_up
 from tests import tiny
 
+RUN = (
+    "TRAIN_STEPS = 8",
+    "train.stats_period = 1",
+    "utils.SaveCheckpointConfig.period = 4",
+    "train.train_eval_dataset_cfg = None",
+    "models.T5Config.num_decoder_layers = 1",
+)
+
 
 class Clock:
     """Stands for `time`: moves when told to."""
@@ -122,7 +130,7 @@ def at_step(step):
         os.kill(os.getpid(), signal.SIGKILL)
 
 status.at_step = at_step
-tiny.train({str(tmp_path)!r}, "TRAIN_STEPS = 8", "train.stats_period = 1", "utils.SaveCheckpointConfig.period = 4")
+tiny.train({str(tmp_path)!r}, *{RUN!r})
 """
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     killed = subprocess.run([sys.executable, "-c", code], cwd=root, timeout=600, check=False)
@@ -131,7 +139,7 @@ tiny.train({str(tmp_path)!r}, "TRAIN_STEPS = 8", "train.stats_period = 1", "util
     assert (
         (first.first_step, first.done) == (0, False) and first.milliseconds["steps"] and not first.milliseconds["down"]
     )
-    tiny.train(tmp_path, "TRAIN_STEPS = 8", "train.stats_period = 1", "utils.SaveCheckpointConfig.period = 4")
+    tiny.train(tmp_path, *RUN)
     first, second = goodput.read_attempts(tmp_path)
     assert (second.first_step, second.step, second.done) == (4, 8, True)
     assert (
@@ -146,7 +154,7 @@ tiny.train({str(tmp_path)!r}, "TRAIN_STEPS = 8", "train.stats_period = 1", "util
     assert len(shares) == len(PHASES) and sum(shares) == pytest.approx(1)
     assert 0 < rows[-1]["goodput/repeated"] < 1
     # Started again, it has nothing to do, and its time is not the run's.
-    tiny.train(tmp_path, "TRAIN_STEPS = 8", "train.stats_period = 1")
+    tiny.train(tmp_path, *RUN)
     assert goodput.of_run(tmp_path) == total
 
 

@@ -15,8 +15,7 @@ from perex_t5x.distributed import process_info, rendezvous
 
 def main() -> None:
     info = process_info.find(detection="off")
-    print("LISTENS", flush=True)
-    rendezvous.meet(info, 60)
+    rendezvous.meet(info, 600)
     if os.environ["MODE"] == "connected":
         jax.distributed.initialize(info.address, info.count, info.index, cluster_detection_method="deactivate")
     os.kill(os.getpid(), signal.SIGKILL)

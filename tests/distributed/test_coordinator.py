@@ -21,7 +21,12 @@ def start():
 
     def one(index, count, module=WORKER, attempt="2", **env):
         where = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(count)}
-        ids = {"JAX_PROCESS_ID": str(index), "PEREX_T5X_ATTEMPT": attempt, "STEPS": "5", "INITIALIZATION_TIMEOUT": "60"}
+        ids = {
+            "JAX_PROCESS_ID": str(index),
+            "PEREX_T5X_ATTEMPT": attempt,
+            "STEPS": "5",
+            "INITIALIZATION_TIMEOUT": "300",
+        }
         process = support.start_process(module, devices=2, **{**where, **ids, **env})
         process.port = port
         started.append(process)
@@ -53,7 +58,7 @@ def until_said(process, words):
 
 
 def ended(process):
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=400)
     return process.returncode, output
 
 
@@ -71,8 +76,8 @@ def test_a_coordinator_of_an_earlier_attempt_is_waited_out(start):
 
 @pytest.mark.parametrize("mode", ["connected", pytest.param("met", marks=pytest.mark.slow)])
 def test_a_coordinator_that_dies_at_the_start_is_a_lost_peer(start, mode):
-    start(0, 2, LEFTOVER, MODE=mode)
-    code, output = ended(start(1, 2, INITIALIZATION_TIMEOUT="15"))
+    until_listening(start(0, 2, LEFTOVER, MODE=mode))
+    code, output = ended(start(1, 2, INITIALIZATION_TIMEOUT="15" if mode == "met" else "300"))
     assert code == Reason.PEER_LOST.exit_code, output
     assert "the coordinator" in output
 
