@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from perex_t5x.files import write_atomically
+from perex_t5x.files import is_remote, write_atomically
 from perex_t5x.launching import launch_folder
 from perex_t5x.launching.launch_folder import LaunchFolder
 
@@ -98,6 +98,7 @@ class Reporter:
         self._folder, self._attempt, self._host, self._launch_id = folder, attempt, host, launch_id
         self._writer, self._on_stop = writer, on_stop
         self._period = float(os.environ.get("PEREX_T5X_REPORT_SECONDS", "30")) if period is None else period
+        self._least = _LEAST_SECONDS if is_remote(folder.path) else 0.0
         self._own, self._lock = bytearray(), threading.Lock()
         self._logs = [
             _Log("worker", lambda start, most: bytes(self._own[start : start + most]), lambda: len(self._own))
@@ -148,7 +149,7 @@ class Reporter:
                 self._guarded(step)
             if closing:
                 return
-            time.sleep(max(0.0, _LEAST_SECONDS - (time.monotonic() - begun)))
+            time.sleep(max(0.0, self._least - (time.monotonic() - begun)))
             self._wake.wait(self._period)
             self._wake.clear()
 
