@@ -63,8 +63,8 @@ def main(args: Any, words: list[str]) -> int:
         args.name = args.name or "all"
     if args.reserved and (args.spot or args.reservation):
         raise ConfigError("--reserved excludes --spot and --reservation.")
-    if args.detach and command != "launch":
-        raise ConfigError(f"--detach is only for `launch`, not for `{command}`.")
+    if args.detach and command not in ("launch", "check"):
+        raise ConfigError(f"--detach is only for `launch` and `check`, not for `{command}`.")
     resource.check_create_flags(args.create_flag, args.detach)
     if command in _BY_NAME and args.dir:
         _find_detached(args, commands)

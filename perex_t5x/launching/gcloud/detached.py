@@ -23,7 +23,7 @@ from perex_t5x.launching.gcloud import session, startup
 from perex_t5x.launching.gcloud.bucket import GcloudFolder
 from perex_t5x.launching.gcloud.resource import Description
 from perex_t5x.launching.gcloud.session import Options
-from perex_t5x.launching.gcloud.steps import Steps
+from perex_t5x.launching.gcloud.steps import ExistsError, Steps
 from perex_t5x.launching.request import Request
 from perex_t5x.launching.shell import Commands, Leftovers, say, with_notes
 
@@ -146,7 +146,6 @@ def launch(request: Request, todo: Steps, options: Options, files: bundle.Checko
     folder = os.path.join(bundle.folder(request.name), "")
     commands.write(f"{folder}startup.sh", text)
     commands.write(f"{folder}shutdown.sh", startup.shutdown_script(request.name))
-    folder_in_bucket = GcloudFolder(uploaded.folder, commands, target.project)
     begun = State(
         resource=target.name,
         attempt=0,
@@ -161,20 +160,28 @@ def launch(request: Request, todo: Steps, options: Options, files: bundle.Checko
         time=launch_folder.now(),
         launch_id=request.work.launch_id,
     )
-    folder_in_bucket.write(begun.content(), _STATE)  # before the hosts do
+    commands.write(f"{folder}{_STATE}", json.dumps(begun.content()))
+    todo.put(f"{folder}{_STATE}", f"{uploaded.folder}/{_STATE}")  # before the hosts do
     argv = startup.create(target, request, files.commit, options.create_flags, "0", folder)
     try:
         with Leftovers(commands, request.keep) as leftovers:
             leftovers.add(target.what, target.delete())
-            todo.create(request, argv)
+            try:
+                todo.create(request, argv)
+            except ExistsError as e:
+                leftovers.keep(target.what)  # another launch has just created it
+                e.add_note(target.still_there)
+                raise
             session.check_folder(request, todo)
             existing = todo.describe(dry=Description("", "ACCEPTED", "", {}))
             if not existing.exists_or_pending:
                 reason = existing.error or "  (no reason given)"
                 raise TrainingError(shell.refusal(f"{target.what} is {existing.state}", reason))
+    except ExistsError:
+        raise
     except BaseException as e:
         failed = dataclasses.replace(begun, state=ENDED, exit_code=1, message=f"not created: {e}"[:500])
-        folder_in_bucket.write(failed.content(), _STATE)
+        GcloudFolder(uploaded.folder, commands, target.project).write(failed.content(), _STATE)
         raise
     say(
         f"{target.what} is {existing.state}. Nothing has to run here any more: its hosts install, run, resume and delete "

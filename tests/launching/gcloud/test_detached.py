@@ -139,6 +139,25 @@ def test_a_host_that_boots_again(cloud):
     assert state["exit_code"] == 0 and state["restarts"] == 1
 
 
+def test_refused_or_only_printed(cloud):
+    """Nothing is left behind; the other one's slices are, where another launch was faster."""
+    cloud.work(cloud.job("a", ""))
+    printed = cloud.launch(detach=True, dry_run=True)
+    assert printed.status == 0 and cloud.commands == [], printed.err
+    create = next(line for line in printed.out.splitlines() if "queued-resources create" in line)
+    assert f"startup-script={cloud.folder}/prepared/run/startup.sh" in create and "perex-attempt=0" in create
+    assert "printf %s '#!/bin/bash" in printed.out
+    scenario(cloud, states=["FAILED"], failed="RESOURCE_EXHAUSTED: Quota limit exceeded")
+    refused = cloud.detach()
+    assert refused.status == 1 and "is FAILED" in refused.err and cloud.resources == {}
+    assert cloud.detached["state"] == "ended" and "Quota limit" in cloud.detached["message"]
+    scenario(cloud, race=True, states=["ACCEPTED"])
+    (cloud.folder / "state.json").unlink()
+    late = cloud.detach()
+    assert late.status == 1 and "exists already" in late.err and late.last.startswith("still there: "), late.err
+    assert list(cloud.resources) == ["run"]
+
+
 def request(**more):
     work = Namespace(fingerprint="0", root="gs://my-bucket/x", launch_id="id")
     values = {"name": "run", "slice": Slice.of("v5e-16"), "spot": True, "reservation": None, "max_restarts": 3}
