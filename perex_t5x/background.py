@@ -14,6 +14,7 @@ from absl import logging
 _T = TypeVar("_T")
 
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further try
+_SECONDS = 60.0  # after which nothing is tried again: a storage's own library may have tried for minutes
 # Storage's own libraries, by name, since none of them is imported here: TensorFlow's, google-cloud-storage's, requests'.
 _TRANSIENT = {
     "UnavailableError", "DeadlineExceededError", "ResourceExhaustedError", "AbortedError", "InternalError", "UnknownError",
@@ -106,11 +107,12 @@ class BackgroundWriter:
 
 def retried(write: Callable[[], _T], what: str, pauses: tuple[float, ...] = _PAUSES) -> _T:
     """`write()`, tried again for about half a minute where the storage's error is one that passes."""
+    begun = time.monotonic()
     for pause in pauses:
         try:
             return write()
         except Exception as e:
-            if not is_transient(e):
+            if not is_transient(e) or time.monotonic() - begun > _SECONDS:
                 raise
             logging.warning("%s failed (%s: %s): trying again in %g s", what, type(e).__name__, e, pause)
             time.sleep(pause)
