@@ -35,6 +35,7 @@ def test_every_error_class_carries_its_reason():
         "UnreachableError": Reason.UNREACHABLE,
         "PeerLostError": Reason.PEER_LOST,
         "NoSpaceError": Reason.NO_SPACE,
+        "DeniedError": Reason.CONFIGURATION,
     }
 
 
