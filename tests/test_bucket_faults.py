@@ -44,6 +44,7 @@ def whole(cloud):
     )
 
 
+@pytest.mark.slow
 def test_fault_table(cloud_storage, tell):
     cloud, step = cloud_storage, 1
     assert tell("save", 1) == {"value": 1}
