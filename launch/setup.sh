@@ -29,7 +29,7 @@ fingerprint() {
 venv_works() {
   "$venv/bin/python" - <<'PY' 2>/dev/null
 import importlib.util, sys
-names = "absl array_record clu flax gin grain jax jaxlib optax orbax.checkpoint perex_t5x rich seqio tensorboard tensorflow tensorflow_datasets tensorstore"
+names = "absl array_record flax gin grain jax jaxlib optax orbax.checkpoint perex_t5x rich seqio tensorboard tensorflow tensorflow_datasets tensorstore"
 sys.exit(any(importlib.util.find_spec(name) is None for name in names.split()))
 PY
 }

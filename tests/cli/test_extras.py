@@ -19,7 +19,7 @@ import runpy
 sys.argv = {argv}
 runpy.{run}
 """
-TRAIN = {"absl", "clu", "etils", "flax", "gin", "grain", "orbax", "rich", "seqio", "tensorflow", "tensorstore"}
+TRAIN = {"absl", "etils", "flax", "gin", "grain", "orbax", "rich", "seqio", "tensorflow", "tensorstore"}
 LAUNCHERS = ("gcloud_tpu.py", "gke.py", "build_image.py", "xm_launch.py")
 
 

@@ -81,7 +81,8 @@ def test_the_docs_example_to_the_end(cloud, cloud_storage, tmp_path):
 
     def saved() -> list[str]:
         assert process.poll() is None, process.communicate()
-        return [name for name in cloud_storage.objects("sweeps/sqrt/runs/") if name.endswith("commit_success.txt")]
+        names = cloud_storage.objects("sweeps/sqrt/runs/")
+        return [name for name in names if re.search(r"/checkpoint_\d+/commit_success\.txt$", name)]
 
     cloud.wait_for(saved, seconds=600)
     (cloud.folder / "preempt").touch()
@@ -103,6 +104,11 @@ def test_the_docs_example_to_the_end(cloud, cloud_storage, tmp_path):
         rows = metrics.read_rows(os.fspath(folder))
         steps = [row["step"] for row in rows if row["name"] == "train" and "loss" in row]
         assert len(steps) == len(set(steps)) and max(steps) == job["train_steps"]
+        attempts = [json.loads(path.read_text()) for path in sorted((folder / "goodput").glob("*.json"))]
+        assert [attempt["first_step"] > 0 for attempt in attempts] == [
+            False,
+            *([True] if job is sweep["jobs"][0] else []),
+        ]
         # Streamed by both hosts, each its own part of C4.
         states = [n for n in cloud_storage.objects(f"sweeps/sqrt/runs/{job['name']}/") if n.endswith("state.json")]
         shards = {tuple(json.loads(cloud_storage.get(name))["shards"]) for name in states}
