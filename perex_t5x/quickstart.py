@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from perex_t5x.metrics import read_rows
-
 
 def fresh_model_dir(parent: str = "runs") -> str:
     """runs/quickstart, or the first of runs/quickstart-2, -3, ... that does not exist yet."""
@@ -34,6 +32,8 @@ def unigram_entropy(tokens: np.ndarray) -> float:
 
 def validation_losses(model_dir: str) -> list[tuple[int, float]]:
     """(step, nats per token) of every evaluation, from the run's metrics."""
+    from perex_t5x.metrics import read_rows
+
     return [
         (row["step"], row["loss_per_nonpadding_target_token"])
         for row in read_rows(model_dir)
@@ -44,6 +44,8 @@ def validation_losses(model_dir: str) -> list[tuple[int, float]]:
 def last_noise_scale(model_dir: str) -> float | None:
     """The smoothed noise scale of the last measurement; None if nothing was measured."""
     name = "per_example/noise_scale_smoothed/all"
+    from perex_t5x.metrics import read_rows
+
     found = [float(row[name]) for row in read_rows(model_dir) if name in row]  # infinity is a string in JSON
     return found[-1] if found else None
 
