@@ -18,23 +18,30 @@ LIMITS = {
 
 
 @pytest.fixture
-def tell(cloud_storage):
-    """Gives a command to `tests.bucket_writer`; returns its answer."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.bucket_writer", f"{cloud_storage.bucket}/run"],
-        cwd=support.ROOT, env=support.environment(**cloud_storage.environment, **LIMITS),
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+def start(cloud_storage):
+    """Starts `tests.bucket_writer`; returns a function that gives it a command, and returns its answer."""
+    processes = []
 
-    def tell(*command):
-        process.stdin.write(json.dumps(command) + "\n")
-        process.stdin.flush()
-        return json.loads(process.stdout.readline())
+    def start():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.bucket_writer", f"{cloud_storage.bucket}/run"],
+            cwd=support.ROOT, env=support.environment(**cloud_storage.environment, **LIMITS),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        processes.append(process)
 
-    assert json.loads(process.stdout.readline()) == {"value": "ready"}
-    yield tell
-    process.kill()
-    process.wait()
+        def tell(*command):
+            process.stdin.write(json.dumps(command) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        assert json.loads(process.stdout.readline()) == {"value": "ready"}
+        return tell
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 def whole(cloud):
@@ -45,8 +52,8 @@ def whole(cloud):
 
 
 @pytest.mark.slow
-def test_fault_table(cloud_storage, tell):
-    cloud, step = cloud_storage, 1
+def test_fault_table(cloud_storage, start):
+    cloud, step, tell = cloud_storage, 1, start()
     assert tell("save", 1) == {"value": 1}
 
     # Retried, by TensorFlow, TensorStore and the client library: nothing is lost, and two checkpoints are kept.
@@ -91,6 +98,6 @@ def test_fault_table(cloud_storage, tell):
         assert step in whole(cloud) and step + 1 not in whole(cloud), row
         assert tell("restore") == {"value": step}, row
     assert "storage.objects.create" in answer["error"]
-    answer = tell("save", step + 1)
-    assert answer == {"value": step + 1}  # over what was half-written
+    tell = start()  # as a launcher does
+    assert tell("save", step + 1) == {"value": step + 1}  # over what was half-written
     assert tell("restore") == {"value": step + 1} and whole(cloud) == [step, step + 1]
