@@ -43,9 +43,9 @@ def validation_losses(model_dir: str) -> list[tuple[int, float]]:
 
 def last_noise_scale(model_dir: str) -> float | None:
     """The smoothed noise scale of the last measurement; None if nothing was measured."""
-    name = "per_example/noise_scale_smoothed/all"
     from perex_t5x.metrics import read_rows
 
+    name = "per_example/noise_scale_smoothed/all"
     found = [float(row[name]) for row in read_rows(model_dir) if name in row]  # infinity is a string in JSON
     return found[-1] if found else None
 

@@ -56,6 +56,12 @@ def cloud(tmp_path, cloud_storage):
     killed_workers(tmp_path)
 
 
+def whole_checkpoints(cloud_storage) -> list[str]:
+    """The marks of those that are committed; their parts have such marks, too."""
+    names = cloud_storage.objects("sweeps/sqrt/runs/")
+    return [name for name in names if re.search(r"/checkpoint_\d+/commit_success\.txt$", name)]
+
+
 def free_port() -> int:
     with socket.socket() as one:
         one.bind(("localhost", 0))
@@ -81,8 +87,7 @@ def test_the_docs_example_to_the_end(cloud, cloud_storage, tmp_path):
 
     def saved() -> list[str]:
         assert process.poll() is None, process.communicate()
-        names = cloud_storage.objects("sweeps/sqrt/runs/")
-        return [name for name in names if re.search(r"/checkpoint_\d+/commit_success\.txt$", name)]
+        return whole_checkpoints(cloud_storage)
 
     cloud.wait_for(saved, seconds=600)
     (cloud.folder / "preempt").touch()

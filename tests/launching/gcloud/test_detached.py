@@ -6,11 +6,13 @@ from types import SimpleNamespace as Namespace
 
 import pytest
 
+from perex_t5x import metrics
 from perex_t5x.errors import ConfigError
 from perex_t5x.hardware.slices import Slice
 from perex_t5x.launching.gcloud import startup
 from perex_t5x.launching.gcloud.resource import Resource
 from perex_t5x.launching.gcloud.steps import Bundle
+from tests.launching import c4_files, test_headline
 from tests.launching.gcloud.support import Cloud, killed_workers, processes, scenario
 
 DIR = "--dir=gs://my-bucket/x"
@@ -137,6 +139,51 @@ def test_a_host_that_boots_again(cloud):
     assert cloud.detach().status == 0
     state = ended(cloud)
     assert state["exit_code"] == 0 and state["restarts"] == 1
+
+
+@pytest.mark.slow
+def test_the_docs_example_unattended(tmp_path, cloud_storage):
+    """As tests/launching/test_headline.py, with --detach: two real processes train, are preempted with a notice, resume."""
+    cloud = Cloud(tmp_path)
+    cloud.environment |= {**cloud_storage.environment, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    for path in c4_files.write(tmp_path / "tfds"):
+        cloud_storage.put(f"tfds/{path}", (tmp_path / "tfds" / path).read_bytes())
+    host = {"JAX_COORDINATOR_ADDRESS": f"localhost:{test_headline.free_port()}", "JAX_NUM_PROCESSES": "2"}
+    host |= {"JAX_PROCESS_ID": "{worker}", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    host |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={test_headline.DEVICES // 2}"}
+    # A host asks its own metadata server.
+    host |= {name: value for name, value in cloud_storage.environment.items() if not name.startswith("GCE_METADATA")}
+    scenario(cloud, host_environment=host)
+    bucket = cloud_storage.bucket[len("gs://") :]
+    flags = [*test_headline.command_in_docs(bucket), "--detach", "--yes", "--allow_uncommitted"]
+    root = next(flag for flag in flags if flag.startswith("--dir="))
+    try:
+        done = cloud.command(*flags)
+        assert done.status == 0, done.err
+        folder = "sweeps/sqrt/.launch/sqrt-lr/"
+
+        def state():
+            return json.loads(cloud_storage.get(f"{folder}detached.json"))
+
+        def saved():
+            assert state()["state"] != "ended", state()
+            return test_headline.whole_checkpoints(cloud_storage)
+
+        cloud.wait_for(saved, 400)
+        (cloud.folder / "notice-sqrt-lr").write_text("60")
+        cloud.wait_for(lambda: state()["state"] == "ended" and not cloud.resources, 600)
+        assert (state()["exit_code"], state()["resource"], state()["restarts"]) == (0, "sqrt-lr-r1", 1)
+        cloud.wait_for(lambda: not processes(cloud.folder), 30)
+        status = cloud.elsewhere("status", root)
+        assert "goodput" in status.out, status.out + status.err
+        assert cloud.elsewhere("collect", root, "--out=collected").status == 0
+        for job in json.loads(cloud_storage.get(f"{folder}jobs.json"))["jobs"]:
+            ran = tmp_path / "collected/runs" / job["name"]
+            assert json.loads((ran / "finished.json").read_text())["status"] == "done"
+            steps = [row["step"] for row in metrics.read_rows(str(ran)) if row["name"] == "train" and "loss" in row]
+            assert len(steps) == len(set(steps)) and max(steps) == job["train_steps"]
+    finally:
+        killed_workers(tmp_path)
 
 
 def test_refused_or_only_printed(cloud):
