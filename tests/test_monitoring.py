@@ -50,6 +50,7 @@ def test_names():
     assert metrics[-1]["measured"]["per_example/non_finite_examples"] == 0
 
 
+@pytest.mark.slow
 def test_optimizers_measure_the_same():
     """The first measured step follows one update by AdamW or MicroAdam at rate 0: the same parameters."""
     found = [
@@ -219,6 +220,7 @@ def test_a_run_is_measured_at_its_steps_and_resumes_exactly(tmp_path, capfd):
     assert "snr" in capfd.readouterr().err  # beside the loss
 
 
+@pytest.mark.slow
 def test_switching_monitoring_on_and_off_at_a_checkpoint(tmp_path):
     off = "trainer.Trainer.monitor = None"
     _, whole = tiny.train(tmp_path / "whole", "TRAIN_STEPS = 6", *EACH, off, files=FILES)

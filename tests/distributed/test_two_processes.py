@@ -80,6 +80,7 @@ def test_two_processes_are_one_and_one_resumes_what_two_have_saved(one_process, 
     assert_same_losses(one_process, resumed)
 
 
+@pytest.mark.slow
 def test_two_processes_resume_what_one_has_saved(one_process, tmp_path):
     resumed = only_up_to_step_4(one_process, tmp_path / "resumed")
     output = two_processes(resumed, OTHER_MESH)

@@ -108,7 +108,7 @@ OPTIONS = {
     "plain reduce-scatter in stages": (Row("fsdp 8 in stages", "adamw"), ()),
     "a bad example": (Row(FSDP_TP, arguments=(("non_finite", "skip"),), bad=(3, 6)), ("non_finite",)),
 }
-SLOW_OPTIONS = {"clipping for adamw", "plain reduce-scatter in stages"}
+SLOW_OPTIONS = {"clipping for adamw", "dropout, microbatches in time", "groups", "plain reduce-scatter in stages"}
 
 
 @pytest.mark.parametrize("name", [slow(n) if n in SLOW_OPTIONS else n for n in OPTIONS])

@@ -236,6 +236,7 @@ def _resource(bucket: str, name: str, o: _Object) -> dict[str, Any]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # head and body are two writes, of which the second would wait 40 ms
     store: _Store
     tls: ssl.SSLContext
     host = ""  # behind CONNECT

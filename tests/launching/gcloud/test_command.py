@@ -73,6 +73,7 @@ def test_several_slices_are_set_up_at_the_same_time(cloud):
     assert sorted(cloud.ran) == ["a0", "a1", "a100", "a101"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_the_first_slice_that_fails_ends_the_others(cloud, interrupted):
     failing = {} if interrupted else {"ssh_fails": {"worker": 1, "node": "run-1"}}
@@ -103,6 +104,7 @@ def test_preempted_half_way_goes_on_on_new_slices(cloud):
     assert cloud.resources == {}
 
 
+@pytest.mark.slow
 def test_preempted_before_the_program_runs(cloud):
     scenario(cloud, states=["ACTIVE"], preempt_at_ssh=2)
     cloud.work(cloud.job("a", ""))
@@ -221,6 +223,7 @@ def test_a_program_that_fails_is_started_again_while_it_makes_progress(cloud):
     assert cloud.verbs.count("create") == 1
 
 
+@pytest.mark.slow
 def test_a_program_that_only_fails_is_given_up(cloud):
     cloud.work(cloud.job("a", "sys.exit(1)"))
     done = cloud.launch()
@@ -233,7 +236,7 @@ def test_a_program_that_only_fails_is_given_up(cloud):
     assert kept == {"0-0000", "0-0001"}
 
 
-@pytest.mark.parametrize("reason", [Reason.UNREACHABLE, Reason.PEER_LOST])
+@pytest.mark.parametrize("reason", [pytest.param(Reason.UNREACHABLE, marks=pytest.mark.slow), Reason.PEER_LOST])
 def test_hosts_that_lose_each_other_are_started_again(cloud, reason):
     code = f"first = ran('0') == 1\nsys.exit({reason.exit_code} if first else 0)"
     cloud.work(cloud.job("a", code))
@@ -243,6 +246,7 @@ def test_hosts_that_lose_each_other_are_started_again(cloud, reason):
     assert cloud.resources == {}
 
 
+@pytest.mark.slow
 def test_a_slip_is_not_repeated(cloud):
     cloud.work(cloud.job("a", "print('\\nERROR: BATCH_SIZE = 3'); sys.exit(2)"))
     done = cloud.launch()
@@ -267,6 +271,7 @@ def test_interrupted_before_the_program_runs(cloud, stage, number):
     assert cloud.verbs[-1] == "delete" and cloud.resources == {} and cloud.ran == []
 
 
+@pytest.mark.slow
 def test_interrupted_while_following_the_run_goes_on(cloud):
     cloud.work(cloud.job("a", "while not os.path.exists(cloud + '/go'): time.sleep(0.1)"))
     process = cloud.start()
@@ -312,6 +317,7 @@ def test_stopped_by_hand(cloud):
     assert cloud.resources == {}
 
 
+@pytest.mark.slow
 def test_delete_all(cloud):
     cloud.work(cloud.job("a", ""))
     assert cloud.launch(keep=True).last.startswith("still there: queued resource run")
@@ -319,6 +325,7 @@ def test_delete_all(cloud):
     assert cloud.resources == {}
 
 
+@pytest.mark.slow
 def test_another_launch_was_faster(cloud):
     scenario(cloud, race=True, states=["ACTIVE"])
     cloud.work(cloud.job("a", ""))
@@ -330,6 +337,7 @@ def test_another_launch_was_faster(cloud):
     assert sorted(cloud.ran) == ["a0", "a1"] and cloud.resources == {}
 
 
+@pytest.mark.slow
 def test_two_names_for_one_folder_at_the_same_moment(cloud):
     scenario(cloud, rival=True)
     cloud.work(cloud.job("a", ""))
@@ -338,6 +346,7 @@ def test_two_names_for_one_folder_at_the_same_moment(cloud):
     assert list(cloud.resources) == ["rival"] and cloud.ran == []
 
 
+@pytest.mark.slow
 def test_created_by_the_step_alone_then_launched(cloud):
     there(cloud, states=["PROVISIONING", "ACTIVE"])
     cloud.work(cloud.job("a", ""))

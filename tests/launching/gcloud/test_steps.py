@@ -23,6 +23,7 @@ def cloud(tmp_path):
     killed_workers(tmp_path)
 
 
+@pytest.mark.slow
 def test_deleted_by_hand_is_not_made_anew(cloud):
     cloud.work(cloud.job("a", "time.sleep(60)"))
     process = cloud.start()
@@ -163,6 +164,7 @@ def test_hosts_report_their_state_as_json(tmp_path, files, expected):
     assert HostStatus.parse(line) == HostStatus("t1v-n-w-3", *expected)
 
 
+@pytest.mark.slow
 def test_another_launch_began_during_the_checks(cloud):
     scenario(cloud, appears_at_describe=2, appears=created())
     cloud.work(cloud.job("a", ""))
@@ -174,6 +176,7 @@ def test_another_launch_began_during_the_checks(cloud):
     assert "create" not in cloud.verbs and sorted(cloud.ran) == ["a0", "a1"]
 
 
+@pytest.mark.slow
 def test_steps_alone_in_the_wrong_order(cloud):
     there(cloud)
     for step, before in (("install", "copy"), ("start", "copy")):

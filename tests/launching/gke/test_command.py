@@ -435,6 +435,7 @@ def test_two_launches_at_once_make_one(cluster):
     assert sorted(code for code, _ in ends) in ([0, 0], [0, 2]), ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mine", [["--name=sqrt"], ["--name=sqrt", "--jobsets=2"], ["--name=other"]])
 def test_a_race_that_is_lost_deletes_nothing_of_the_winner(cluster, mine):
     cluster.scenario(timeline=["running"], late=True)
@@ -468,6 +469,7 @@ def test_a_finished_one_of_the_same_run_makes_room(cluster):
     assert cluster.left() == ["JobSet sqrt", "ConfigMap sqrt-LAUNCH"]
 
 
+@pytest.mark.slow
 def test_files_that_a_former_launch_left_are_not_those_of_the_next(cluster):
     assert cluster.run("--name=sqrt").returncode == 0
     cluster.scenario(late_garbage=True)
@@ -544,6 +546,7 @@ def test_collect_asks_the_cluster_what_ran(cluster):
     assert cluster.run("collect", "--name=other", "--out=here", PATH=path).returncode == 2
 
 
+@pytest.mark.slow
 def test_list_and_stop_all(cluster):
     assert "no launches" in cluster.run("list").stdout
     for name in ("one", "two"):

@@ -57,6 +57,7 @@ def recorded(home):
     return [e.experiment_title for e in found], sorted(unit.work_unit_id for e in found for unit in e.work_units)
 
 
+@pytest.mark.slow
 def test_two_runs_of_a_sweep_through_xmanager(tmp_path):
     files = ("models/nano.gin", "runs/pretrain.gin", "optimizers/adamw.gin")
     done = xmanager(
