@@ -27,6 +27,8 @@ from perex_t5x.cli import flags as flags_lib
 from perex_t5x.cli import status, subprocesses
 from perex_t5x.errors import ConfigError, Reason, is_full_disk
 
+GRACE = 30.0  # seconds that a process which has failed may take to end, after all is said and stored
+
 
 def run(
     main: Callable[..., int | None] | str,
@@ -84,7 +86,24 @@ def run(
                     raise
         return 0  # absl would end with 1 after --help
 
-    sys.exit(guarded(start, messages))
+    try:
+        code = guarded(start, messages)
+    except SystemExit as e:
+        code = 0 if e.code is None else e.code
+    except Exception:
+        _end_within(GRACE, Reason.ERROR.exit_code)
+        raise
+    if code:
+        _end_within(GRACE, code if isinstance(code, int) else Reason.ERROR.exit_code)
+    sys.exit(code)
+
+
+def _end_within(seconds: float, code: int) -> None:
+    """Ends the process then, if it has not ended by itself: Python waits for the threads of its libraries, and those that
+    write to a storage that is gone try for a quarter of an hour."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 def run_gin(function: Callable[..., Any] | str, usage: str | None, argv: Sequence[str] | None = None) -> NoReturn:

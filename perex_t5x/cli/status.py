@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from typing import Any
 
@@ -26,6 +27,7 @@ VARIABLE = "PEREX_T5X_STATUS_FILE"
 STEP_VARIABLE = "PEREX_T5X_STEP_FILE"  # a local file that holds the last step, for whoever supervises a running process
 FILE = "status.json"
 _STEP_SECONDS = 5.0  # between two writes of the last step
+_FOLDER_SECONDS = 20.0  # that the status may take into the run's folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,9 +171,16 @@ def write(
         with contextlib.suppress(Exception):
             files.write_atomically(_file, status.to_json() + "\n")
     if _folder is not None and _process_index == 0:
-        with contextlib.suppress(Exception):
-            files.write_atomically(os.path.join(_folder, FILE), status.to_json() + "\n")
+        # A storage that is gone may have been the reason to end, and is not waited for.
+        thread = threading.Thread(target=_write_into, args=(_folder, status), daemon=True)
+        thread.start()
+        thread.join(_FOLDER_SECONDS)
     return status
+
+
+def _write_into(folder: str, status: Status) -> None:
+    with contextlib.suppress(Exception):
+        files.write_atomically(os.path.join(folder, FILE), status.to_json() + "\n")
 
 
 # --- in the process that wants to know --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import threading
 import time
 
 from perex_t5x import cli
@@ -21,6 +22,10 @@ def main(args, words):
         status.at_step(7)
         print("ready", flush=True)
         time.sleep(60)
+    if how == "stuck":  # as a library that writes to a storage that is gone
+        cli.GRACE = 0.2
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        raise TrainingError("it cannot continue") if words[1] == "expected" else RuntimeError("a bug")
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how != "done":

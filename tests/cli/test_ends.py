@@ -33,6 +33,16 @@ def ended(tmp_path, *arguments, **options):
     return child.returncode, child.status(), child.said()
 
 
+@pytest.mark.parametrize("kind", ["expected", "unexpected"])
+def test_threads_of_libraries_do_not_keep_a_process_that_has_failed(kind):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cli.ending", "stuck", kind],
+        cwd=support.ROOT, env=support.environment(), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert ("ERROR: it cannot continue" if kind == "expected" else "RuntimeError: a bug") in done.stderr
+
+
 @pytest.mark.parametrize(
     ("how", "reason", "code", "message"),
     [
