@@ -32,7 +32,7 @@ from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
 from perex_t5x.launching.gcloud.session import Options, Session
 from perex_t5x.launching.gcloud.steps import Steps
 from perex_t5x.launching.request import Request, define_launch_flags
-from perex_t5x.launching.shell import Commands, Leftovers, say, with_notes
+from perex_t5x.launching.shell import Commands, Leftovers, say
 
 # Steps that need to know what runs; the others find an existing launch by its name.
 _WITH_WORK = ("launch", "check", "create", "copy")
@@ -324,14 +324,5 @@ def _of_zone(command: str, request: Request, todo: Steps) -> int:
         return 0
     if not request.yes and not request.dry_run:
         console.confirm(f"Delete all {len(existing)}?", refused="Nothing was deleted.")
-    left = []
-    for one in existing:
-        target = dataclasses.replace(todo.target, name=one.name)
-        try:
-            Steps(target, todo.commands).delete()
-        except TrainingError as e:
-            say(str(e))
-            left.append(target.still_there)
-    if left:
-        raise with_notes(TrainingError(f"{len(left)} of {len(existing)} were not deleted."), *left)
+    todo.delete_each(existing)
     return 0

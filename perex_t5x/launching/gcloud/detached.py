@@ -25,7 +25,7 @@ from perex_t5x.launching.gcloud.resource import Description
 from perex_t5x.launching.gcloud.session import Options
 from perex_t5x.launching.gcloud.steps import ExistsError, Steps
 from perex_t5x.launching.request import Request
-from perex_t5x.launching.shell import Commands, Leftovers, say, with_notes
+from perex_t5x.launching.shell import Commands, Leftovers, say
 
 REQUESTED, ENDED = "requested", "ended"  # states of the launch; also: starting, running, preempted
 _STATE = "detached.json"
@@ -306,13 +306,4 @@ class Watcher:
         found = attempts(self.todo.list(), self.name)
         if not found:
             say(f"there are no queued resources of the launch {self.name}")
-        left = []
-        for one in found:
-            target = self.todo.target.renamed(one.name)
-            try:
-                dataclasses.replace(self.todo, target=target).delete()
-            except TrainingError as e:
-                say(str(e))
-                left.append(target.still_there)
-        if left:
-            raise with_notes(TrainingError(f"{len(left)} of {len(found)} were not deleted."), *left)
+        self.todo.delete_each(found)

@@ -19,7 +19,7 @@ from perex_t5x.launching.gcloud import remote, resource
 from perex_t5x.launching.gcloud.remote import HostStatus
 from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
 from perex_t5x.launching.request import Request
-from perex_t5x.launching.shell import Commands, Completed, say
+from perex_t5x.launching.shell import Commands, Completed, say, with_notes
 
 _SSH_RETRIES = _CREATE_RETRIES = 3
 _AT_ONCE = 16  # slices; each is one gcloud, which connects to all its hosts
@@ -135,6 +135,19 @@ class Steps:
             say(f"there is no {self.target.what}")
         else:
             raise TrainingError(shell.refusal(f"{self.target.what} was not deleted", done.said))
+
+    def delete_each(self, found: Sequence[Description]) -> None:
+        """Deletes several queued resources; one that cannot be deleted does not keep the others, and is named at the end."""
+        left = []
+        for one in found:
+            target = self.target.renamed(one.name)
+            try:
+                dataclasses.replace(self, target=target).delete()
+            except TrainingError as e:
+                say(str(e))
+                left.append(target.still_there)
+        if left:
+            raise with_notes(TrainingError(f"{len(left)} of {len(found)} were not deleted."), *left)
 
     def nodes_ready(self) -> bool:
         """Whether all nodes run; a queued resource can be ACTIVE while a node is being preempted or repaired."""
