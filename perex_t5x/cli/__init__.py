@@ -18,6 +18,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -99,11 +100,16 @@ def run(
 
 
 def _end_within(seconds: float, code: int) -> None:
-    """Ends the process then, if it has not ended by itself: Python waits for the threads of its libraries, and those that
-    write to a storage that is gone try for a quarter of an hour."""
-    timer = threading.Timer(seconds, os._exit, (code,))
-    timer.daemon = True
-    timer.start()
+    """Ends the process so long after its main thread, if it has not ended by itself: Python waits for the threads of its
+    libraries, and those that write to a storage that is gone try for a quarter of an hour. Whoever catches the SystemExit
+    goes on undisturbed."""
+
+    def end() -> None:
+        threading.main_thread().join()
+        time.sleep(seconds)
+        os._exit(code)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 def run_gin(function: Callable[..., Any] | str, usage: str | None, argv: Sequence[str] | None = None) -> NoReturn:

@@ -43,6 +43,18 @@ def test_threads_of_libraries_do_not_keep_a_process_that_has_failed(kind):
     assert ("ERROR: it cannot continue" if kind == "expected" else "RuntimeError: a bug") in done.stderr
 
 
+def test_whoever_catches_the_end_of_a_command_goes_on():
+    code = (
+        "import time; from perex_t5x import cli; cli.GRACE = 0.05\n"
+        "try: cli.run(lambda args: 7, 'A command.', ['name'])\n"
+        "except SystemExit as e: time.sleep(0.5); print('went on after', e.code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=support.ROOT, env=support.environment(), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "went on after 7\n"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("how", "reason", "code", "message"),
     [
