@@ -63,7 +63,9 @@ def test_golden_step():
 GOLDEN = [6.428751, 6.453237, 5.717486]
 
 
-@pytest.mark.parametrize("data,model_axis", [(8, 1), (4, 2), (2, 4)])
+@pytest.mark.parametrize(
+    "data,model_axis", [(4, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((8, 1), (2, 4)))]
+)
 def test_meshes_give_the_same_losses(data, model_axis):
     expected, _, _ = single_device_run()
     model = make_model("DROPOUT_RATE = 0.1")
@@ -76,7 +78,7 @@ def test_meshes_give_the_same_losses(data, model_axis):
     assert moments and all(x.sharding.is_equivalent_to(kernel.sharding, 2) for x in moments[:1])
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_microbatches_give_the_same_update(count):
     """Rows differ in their token counts, so normalising each microbatch by itself would not."""
     model = make_model("DROPOUT_RATE = 0.1", optimizer_def=optax.sgd)

@@ -36,12 +36,17 @@ def run_worker(trouble, **options):
     [
         ("kill in 1 at 20", SILENT.format(1), 0),
         pytest.param("suspend in 1 at 20", SILENT.format(1), 0, marks=pytest.mark.slow),
-        ("suspend in 0 at 20", SILENT.format(0), 1),
+        pytest.param("suspend in 0 at 20", SILENT.format(0), 1, marks=pytest.mark.slow),
         ("hang in 1 at 20", STILL.format(1), 0),
         pytest.param("hang in 0 at 20", STILL.format(0), 1, marks=pytest.mark.slow),
         ("kill in 0 at 20", r"ERROR: process 0 \(.*\), the coordinator, has ended without a message", 1),
         ("error in 1 at 20", r"ERROR: process 1 \(.*\) stopped: OSError: the disk of the data is gone", 0),
-        ("error in 0 at 20", r"ERROR: process 0 \(.*\) stopped: OSError: the disk of the data is gone", 1),
+        pytest.param(
+            "error in 0 at 20",
+            r"ERROR: process 0 \(.*\) stopped: OSError: the disk of the data is gone",
+            1,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_other_process_stops_and_says_why(trouble, message, by):

@@ -62,6 +62,7 @@ def test_a_dry_run_prints_exactly_what_would_be_done(cloud):
     assert all(line.split()[0] in ("gcloud", "tar", "rm", "mkdir", "cp", "printf") for line in printed.out.splitlines())
 
 
+@pytest.mark.slow
 def test_several_slices_are_set_up_at_the_same_time(cloud):
     scenario(cloud, ssh_together=2)  # a connection to one slice ends only if the other's is there
     cloud.work(cloud.job("a", "while len(open(cloud + '/ran').read().split()) < 4: time.sleep(0.1)"))  # as real ones do
@@ -405,6 +406,7 @@ def test_what_is_there_already(cloud, labels, state, status, words):
     assert list(cloud.resources) == ([] if status == 0 else ["run"])
 
 
+@pytest.mark.slow
 def test_a_sweep_is_collected_for_the_report(cloud):
     metrics = (
         "import json\nif host == '0':\n  with open(here + '/metrics.jsonl', 'w') as f:\n    for s in (5, 10):\n"

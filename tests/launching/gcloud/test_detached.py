@@ -60,6 +60,7 @@ def test_from_nothing_to_the_end_without_a_launcher(cloud):
     assert not [p for p in (cloud.folder / "bucket").rglob("*") if p.is_file() and b"the-value" in p.read_bytes()]
 
 
+@pytest.mark.slow
 def test_preempted_slices_are_replaced_by_themselves(cloud):
     code = SAVES + "if ran(host) == 1:\n  if host == '0': open(cloud + '/notice-run', 'w').write('60')\n"
     code += "  while True: time.sleep(0.1)\nprint('resumed', flush=True)"

@@ -27,6 +27,7 @@ def root(cloud_storage_in_process):
     return f"{cloud_storage_in_process.bucket}/sweeps/sqrt"
 
 
+@pytest.mark.slow
 def test_a_failed_launch_shows_its_first_error(tmp_path, cloud_storage, cloud_storage_in_process, monkeypatch, capsys):
     cluster, root = Kubernetes(tmp_path), f"{cloud_storage.bucket}/sqrt"
     cluster.scenario(timeline=["running", "failed"], exit_code=Reason.NO_PROGRESS.exit_code)
