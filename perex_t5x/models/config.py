@@ -57,6 +57,7 @@ class T5Config:
       mlp_activations: one per input projection; their product enters the output projection. ('silu', 'linear') is
         a gated MLP, ('relu',) a plain one.
       dropout_rate: see `perex_t5x.models.dropout`.
+      rotary_max_wavelength: of the slowest rotary position, in tokens / 2π (decoder-only); long rows want more than 10,000.
       logits_via_embedding: True ties the output projection to the embedding.
       scan_layers: one scanned layer with stacked parameters (leading axis `layers`) instead of an unrolled stack.
       remat_policy: what the backward pass keeps of each layer: 'none' (everything, no rematerialisation), 'full'
@@ -78,6 +79,7 @@ class T5Config:
     dropout_rate: float = 0.0
     logits_via_embedding: bool = False
     num_kv_heads: int | None = None
+    rotary_max_wavelength: float = 10_000.0
     scan_layers: bool = False
     remat_policy: str = "none"
 
@@ -101,6 +103,11 @@ class T5Config:
         for activation in self.mlp_activations:
             _check_known("mlp_activations", activation, ACTIVATIONS)
         _check_known("remat_policy", self.remat_policy, REMAT_POLICIES)
+        if not self.rotary_max_wavelength > 1.0:
+            raise ConfigError(
+                f"T5Config.rotary_max_wavelength = {self.rotary_max_wavelength}: must be above 1; 10000.0 is usual, "
+                "500000.0 for rows of 8192 tokens."
+            )
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ConfigError(
                 f"T5Config.dropout_rate = {self.dropout_rate}: must be in [0, 1), the fraction set to zero."

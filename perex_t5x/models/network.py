@@ -226,7 +226,7 @@ class Decoder(_Stack):
 
         rotary = bias = None
         if not self.has_encoder:
-            rotary = attention.rotary_tables(positions_BxT, cfg.head_dim)
+            rotary = attention.rotary_tables(positions_BxT, cfg.head_dim, cfg.rotary_max_wavelength)
         else:
             relpos_bias = RelativePositionBias(cfg, bidirectional=False, name="relpos_bias")
             # Distances within a packed example are those within the row: no need of its own positions.

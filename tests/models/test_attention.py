@@ -7,17 +7,18 @@ from perex_t5x.models import attention
 from tests.models.model_support import config
 
 
-def test_rotary_is_a_rotation_of_pairs():
+@pytest.mark.parametrize("wavelength", [10_000.0, 500.0])
+def test_rotary_is_a_rotation_of_pairs(wavelength):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 5, 3, 8)).astype(np.float32)
     at = np.array([[0, 1, 2, 3, 4], [7, 8, 0, 1, 30]])
     expected = np.empty_like(x)
     for b, t, i in np.ndindex(2, 5, 4):
-        angle = at[b, t] * 10_000.0 ** (-2 * i / 8)
+        angle = at[b, t] * wavelength ** (-2 * i / 8)
         pair = x[b, t, :, i] + 1j * x[b, t, :, i + 4]
         turned = pair * np.exp(1j * angle)
         expected[b, t, :, i], expected[b, t, :, i + 4] = turned.real, turned.imag
-    actual = attention.apply_rotary(jnp.asarray(x), attention.rotary_tables(jnp.asarray(at), 8))
+    actual = attention.apply_rotary(jnp.asarray(x), attention.rotary_tables(jnp.asarray(at), 8, wavelength))
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 

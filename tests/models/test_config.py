@@ -13,6 +13,7 @@ from perex_t5x.errors import ConfigError
         (dict(remat_policy="save_only_these_names"), ["remat_policy", "Known"]),
         (dict(mlp_activations=("gelo", "linear")), ["mlp_activations", "Did you mean 'gelu'"]),
         (dict(mlp_activations=()), ["mlp_activations", "empty"]),
+        (dict(rotary_max_wavelength=0.0), ["rotary_max_wavelength = 0.0", "above 1"]),
         (dict(dropout_rate=1.0), ["dropout_rate = 1.0", "[0, 1)"]),
         (dict(dropout_rate=-0.1), ["dropout_rate"]),
         (dict(dtype="bfloat"), ["dtype", "Did you mean 'bfloat16'"]),

@@ -10,7 +10,8 @@ from perex_t5x import models
 
 GIN = os.path.join(os.path.dirname(__file__), "..", "..", "gin")
 
-MILLIONS = {"nano": 0.064, "tiny": 0.427, "150m": 149.4, "1_2b": 1224.8, "t5_1_1_small": 77.0, "t5_1_1_base": 247.6}
+MILLIONS = {"nano": 0.064, "tiny": 0.427, "150m": 149.4, "1_2b": 1224.8, "8b": 8053.1}
+MILLIONS |= {"t5_1_1_small": 77.0, "t5_1_1_base": 247.6}
 
 
 @gin.configurable(module="model_gin_test")
