@@ -38,7 +38,7 @@ import numpy as np
 
 from perex_t5x.hardware.chips import Chip
 from perex_t5x.per_example.kernels import matmul
-from perex_t5x.preflight.hlo.program import Program
+from perex_t5x.preflight.hlo.program import Executed, Program
 from perex_t5x.preflight.hlo.text import Instruction, arrays, closing, numbers, shape_arrays
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ _BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*: ?>*\s*\{")
 _BRANCH = re.compile(r"sbr\.rel(?: \(!?%(\w+)\))? target = \$region(\d+)")
 _EXIT = re.compile(r"%(\w+) = scmp\.ge\.[su]32\.totalorder %\w+, (\d+) /\* loop exit test \*/")
 _START = re.compile(r"Start(?:/End empty)? region (\d+)")
+_SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")  # `jax.experimental.pallas.ops.tpu.splash_attention`
 _WINDOW = re.compile(r"The window shape is \w+\[([\d,]*)\], while the full shape is \w+\[([\d,]*)\]")
 
 _DELAY = 4  # bundles after a branch that run regardless
@@ -69,7 +70,7 @@ def kernel_cycles(program: Program, chip: Chip, cache: ReportCache | None = None
     `cache`.
     """
     executed = (e for e in program.executed(fusions=True) if e.instruction.is_kernel)
-    kernels = {(e.fusion or e.instruction).name: kernel_of(e.instruction) for e in executed}
+    kernels = {(e.fusion or e.instruction).name: kernel_of(e.instruction, mask_shares(program, e)) for e in executed}
     if not kernels:
         return {}
     scheduled = _scheduled({k.key: k for k in kernels.values()}, chip, cache)
@@ -126,6 +127,7 @@ class Kernel:
       config: its configuration for the compiler, as JSON, including the kernel itself.
       aliases: (operand, result) that share memory.
       flops, bytes: the kernel's own `pl.CostEstimate`; without one 0 FLOPs, and its operands and results once.
+      shares: of the grid's steps that compute, and that begin or end a row of blocks; None: not known, see `mask_shares`.
     """
 
     name: str
@@ -135,6 +137,7 @@ class Kernel:
     aliases: tuple[tuple[int, int], ...]
     flops: int
     bytes: int
+    shares: tuple[float, float] | None = None
 
     @property
     def key(self) -> str:
@@ -160,7 +163,7 @@ def tuples(value: Any) -> Any:
     return tuple(tuples(inner) for inner in value) if isinstance(value, list) else value
 
 
-def kernel_of(instruction: Instruction) -> Kernel:
+def kernel_of(instruction: Instruction, shares: tuple[float, float] | None = None) -> Kernel:
     """Reads the instruction."""
     attributes = instruction.attributes
     start = attributes.index("backend_config=") + len("backend_config=")
@@ -178,7 +181,31 @@ def kernel_of(instruction: Instruction) -> Kernel:
         aliases=tuple((int(operand), int(result or 0)) for result, operand in _ALIAS.findall(aliases)),
         flops=int(cost.get("flops", 0)),
         bytes=int(cost.get("bytes_accessed", 0)) or moved,
+        shares=shares,
     )
+
+
+def mask_shares(program: Program, e: Executed) -> tuple[float, float] | None:
+    """(share of a splash kernel's blocks that its mask leaves, 1 / blocks in a row); None for any other kernel.
+
+    The kernel's second operand says for each (query block, key block) whether its mask is empty (0), partial (1) or full
+    (2). The kernel computes where it is not empty. A text in which that constant is elided, as `compiled.as_text()` does
+    with large ones, counts as causal: `step.program_text` does not elide it.
+    """
+    splash = _SPLASH.search(f"{e.instruction.name} {e.instruction.op_name}")
+    operands = arrays(_list(e.instruction.attributes, "operand_layout_constraints"))
+    if not splash or len(operands) < 2 or len(operands[1][1]) != 3 or operands[1][0] not in ("s8", "s16", "s32"):
+        return None  # without these operands nothing is masked
+    constant, shape = program.constant(e, 1), operands[1][1]
+    if constant is None:
+        return None
+    if "..." in constant.literal:
+        runs = np.tri(*shape[1:], shape[2] - shape[1])
+    else:
+        values = re.sub(r"/\*.*?\*/", "", constant.literal)
+        runs = np.asarray([int(n) for n in re.findall(r"\d+", values)]).reshape(shape) > 0
+    row = shape[1] if splash[1] == "dkv" else shape[2]  # its grid goes over the queries of a block of keys
+    return float(np.mean(runs)), 1 / row
 
 
 def _list(attributes: str, name: str) -> str:
@@ -275,10 +302,30 @@ def chunks_of(schedule: Schedule) -> tuple[int, int]:
 
 
 def schedule_cycles(kernel: Kernel, text: str) -> int:
-    """Cycles of a kernel's schedule; for kernels that are not ours, conditional parts count at every step of the grid."""
+    """Cycles of a kernel's schedule.
+
+    Conditional parts count by their share of the grid's steps for our own kernel and for splash attention, and at every
+    step for any other.
+    """
     schedule = parse_schedule(text)
     shares = matmul.shares(*chunks_of(schedule)) if kernel.name == matmul.NAME else None
+    if kernel.shares is not None:
+        shares = _block_shares(schedule, *kernel.shares)
     return schedule.cycles(shares if shares is not None and len(shares) == len(schedule.parts) else None)
+
+
+def _block_shares(schedule: Schedule, computed: float, row: float) -> list[float]:
+    """Of each part: the widest in the grid's body computes a block, those beside it begin or end a row of blocks."""
+    first, last = schedule.body or (0, schedule.bundles)
+    inside = [part for part in schedule.parts if first <= part[0] and part[1] <= last]
+    block = max(inside, key=lambda part: part[1] - part[0], default=None)
+
+    def share(part: tuple[int, int]) -> float:
+        if part == block:
+            return computed
+        return row if part in inside and (part[1] < block[0] or block[1] < part[0]) else 1.0
+
+    return [share(part) for part in schedule.parts]
 
 
 def _main(topology: str, kernels_path: str, dump: str, cycles_path: str) -> None:

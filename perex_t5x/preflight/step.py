@@ -263,11 +263,30 @@ class StepReport:
         return self.cycles / self.chip.clock_hz if self.chip else None
 
 
+def program_text(compiled: Any) -> str:
+    """`compiled.as_text()`, with the large constants where kernels may read their masks from them.
+
+    JAX's function has no option for it; the type of the printer's options is jaxlib's own.
+    """
+    text = compiled.as_text()
+    if "tpu_custom_call" not in text or "constant({...})" not in text:
+        return text
+    try:
+        from jaxlib._hlo import HloPrintOptions
+
+        options = HloPrintOptions()
+        options.print_large_constants = True
+        (module,) = compiled.runtime_executable().hlo_modules()
+    except (AttributeError, ImportError, ValueError):
+        return text  # masks then count as causal
+    return module.to_string(options)
+
+
 def report(compiled: Any, mesh: Mesh, cache: ReportCache | None = None) -> StepReport:
     """Reads a compiled program; the cycles of its kernels are kept in `cache`."""
     memory = compiled.memory_analysis()
     try:
-        program = Program(compiled.as_text())
+        program = Program(program_text(compiled))
     except jax.errors.JaxRuntimeError as e:
         raise TrainingError(
             f"the step compiles, but jaxlib {jax.lib.__version__} cannot print the compiled program: {e} "

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 from perex_t5x.hardware.chips import chip
 from perex_t5x.hardware.devices import tpu_devices
@@ -70,6 +71,16 @@ def test_a_schedule_without_loops():
     assert parse_schedule(text).cycles() == 17
 
 
+def test_blocks_that_a_mask_skips_are_not_counted():
+    """Of three parts the widest computes a block, the others begin and end a row."""
+    text = schedule(parts=(100, 400, 80))
+    kernel = Kernel("splash_mha_fwd_residuals", (), (), "{}", (), 0, 0)
+    masked = dataclasses.replace(kernel, shares=(0.75, 0.5))
+    skipped = 8 * (0.25 * 400 + 0.5 * (100 + 80))
+    assert kernel_cycles.schedule_cycles(kernel, text) - kernel_cycles.schedule_cycles(masked, text) == skipped
+    assert kernel.key != masked.key
+
+
 # --- kernels of compiled programs -------------------------------------------------------------------------------------
 
 
@@ -128,6 +139,44 @@ def test_a_kernel_is_read_from_the_program():
     impossible = dataclasses.replace(chip("v5e"), shapes=("9x9",))
     assert kernel_cycles.kernel_cycles(program, impossible) == {}
     assert [e.instruction.name for e in program.unestimated()] == [instruction.name]
+
+
+@needs_libtpu
+def test_splash_attention_counts_the_blocks_that_its_mask_leaves():
+    """Also where the mask is a constant outside the loop over layers, and elided in the text."""
+    length, block = 1024, 256
+
+    def run(mask, fused):
+        sizes = splash_attention_kernel.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=None if fused else block,
+            block_kv_dq=None if fused else block,
+            use_fused_bwd_kernel=fused,
+        )
+        heads = splash_attention_mask.MultiHeadMask([mask])
+
+        def layers(qkv_3xNxHxTxD):
+            attend = splash_attention_kernel.make_splash_mha(heads, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+            layer = jax.grad(lambda qkv: jnp.sum(jax.vmap(attend)(*qkv).astype(jnp.float32)))
+            return jax.lax.fori_loop(0, 3, lambda _, qkv: layer(qkv), qkv_3xNxHxTxD)
+
+        return compile_on_one_chip(layers, (3, 2, 1, length, 128))
+
+    def shares(text):
+        program = Program(text)
+        kernels = [e for e in program.executed() if e.instruction.is_kernel]
+        return [kernel_cycles.mask_shares(program, e) for e in kernels]
+
+    causal = run(splash_attention_mask.CausalMask((length, length)), fused=False)
+    assert shares(step.program_text(causal)) == [(10 / 16, 1 / 4)] * 3
+    assert "constant({...})" in causal.as_text() and shares(causal.as_text()) == [(10 / 16, 1 / 4)] * 3
+    local = splash_attention_mask.LocalMask((length, length), (block, 0), 0)
+    (forward, backward) = shares(step.program_text(run(local, fused=True)))
+    # Of each row of blocks at most two are needed: the grid of the forward kernel has no others, the fused one's has.
+    assert forward == (7 / 8, 1 / 2) and backward == (7 / 16, 1 / 4)
 
 
 SIZES = [

@@ -111,9 +111,22 @@ class TripCounts:
             else:
                 return _Source(frame, instruction, path)
 
+    def constant(self, frame: Frame, name: str) -> Instruction | None:
+        """The constant that a value is a copy of; None where it is computed, or an argument of the program."""
+        _, instruction, _ = self._origin(frame, name)
+        return instruction if instruction.opcode == "constant" else None
+
+    def _origin(self, frame: Frame, name: str, path: tuple[int, ...] = ()) -> _Source:
+        """`_source`, also out of the loops that carry the value unchanged."""
+        frame, instruction, path = source = self._source(frame, name, path)
+        carried = instruction.opcode == "parameter" and frame.caller is not None and frame.caller.opcode == "while"
+        if carried and path and self._step(frame.parent, frame.caller, path) == 0:
+            return self._origin(frame.parent, frame.caller.operands[0], path)
+        return source
+
     def _value(self, frame: Frame, name: str, path: tuple[int, ...] = ()) -> int | None:
         """An integer that is known from the text alone; None otherwise."""
-        frame, instruction, path = self._source(frame, name, path)
+        frame, instruction, path = self._origin(frame, name, path)
         if instruction.opcode == "constant":
             return int(instruction.literal) if instruction.literal.lstrip("-").isdigit() else None
         if instruction.opcode in ("add", "subtract", "multiply") and not path:
@@ -121,10 +134,6 @@ class TripCounts:
             if a is None or b is None:
                 return None
             return {"add": a + b, "subtract": a - b, "multiply": a * b}[instruction.opcode]
-        carried = instruction.opcode == "parameter" and frame.caller is not None and frame.caller.opcode == "while"
-        if carried and path and self._step(frame.parent, frame.caller, path) == 0:
-            # What a loop carries unchanged is its initial value.
-            return self._value(frame.parent, frame.caller.operands[0], path)
         return None
 
 

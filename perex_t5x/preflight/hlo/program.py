@@ -172,6 +172,10 @@ class Program:
             and not e.instruction.name.startswith("async-collective")
         ]
 
+    def constant(self, e: Executed, operand: int) -> Instruction | None:
+        """The constant that an instruction's operand is a copy of; None where it is anything else."""
+        return self._trips.constant(e.frame, e.instruction.operands[operand])
+
     def data_dependent_loops(self) -> list[str]:
         """Names of loops whose trip count is unknown; everything in them is counted once."""
         loops = (e for e in self.executed() if e.instruction.opcode == "while")
