@@ -15,6 +15,7 @@ import numpy as np
 from flax import linen as nn
 from flax import struct
 
+from perex_t5x.models import splash
 from perex_t5x.models.config import T5Config
 from perex_t5x.models.layers import Dense, fan_in_init, parameter
 from perex_t5x.partitioning import constrain
@@ -29,6 +30,8 @@ class LayerContext:
     - 'train': whole rows, no cache;
     - 'prefill': whole prompts; keys and values are also written to a cache of `cache_length` positions;
     - 'decode': one token per row at `positions_B`, against the cache.
+
+    With `splash` self-attention is causal within the segments of `segment_ids_BxT`, by kernels, without a mask or a bias.
     """
 
     mask: jax.Array | None = None
@@ -38,9 +41,11 @@ class LayerContext:
     cross_mask: jax.Array | None = None
     positions_B: jax.Array | None = None
     dropout_keys_B: jax.Array | None = None
+    segment_ids_BxT: jax.Array | None = None
     is_causal: bool = struct.field(pytree_node=False, default=False)
     mode: str = struct.field(pytree_node=False, default="train")
     cache_length: int = struct.field(pytree_node=False, default=0)
+    splash: bool = struct.field(pytree_node=False, default=False)
 
 
 class MultiHeadAttention(nn.Module):
@@ -77,13 +82,20 @@ class MultiHeadAttention(nn.Module):
         """Attention of the rows to themselves (in mode 'decode': to everything cached so far)."""
         query, key, value = self._query(x_BxTxD), self._split(self.key(x_BxTxD)), self._split(self.value(x_BxTxD))
         if context.rotary is not None:
-            query, key = apply_rotary(query, context.rotary), apply_rotary(key, context.rotary)
+            # The kernels take a scaled query: scaled here, in float32, it is rounded no more often than without.
+            scale = self._scale if context.splash else 1.0
+            query = apply_rotary(query, tuple(x * scale for x in context.rotary))
+            key = apply_rotary(key, context.rotary)
         if context.mode == "prefill":
             padding = ((0, 0), (0, context.cache_length - key.shape[1]), (0, 0), (0, 0))
             self.put_variable("cache", "key", jnp.pad(key, padding))
             self.put_variable("cache", "value", jnp.pad(value, padding))
         elif context.mode == "decode":
             key, value = self._cached("key", key, context), self._cached("value", value, context)
+        if context.splash:
+            swapped = (x.swapaxes(1, 2) for x in (query, key, value))
+            y_BxTxNxH = splash.attend(*swapped, context.segment_ids_BxT).swapaxes(1, 2)
+            return self._joined(y_BxTxNxH)
         return self._attend(query, key, value, context.mask, context.bias, context.is_causal)
 
     def cross_attention(self, x_BxTxD: jax.Array, context: LayerContext) -> jax.Array:
@@ -117,13 +129,20 @@ class MultiHeadAttention(nn.Module):
         return x_BxTxNH.reshape(*x_BxTxNH.shape[:-1], -1, self.config.head_dim)
 
     def _attend(self, query, key, value, mask, bias, is_causal) -> jax.Array:
-        scale = 1.0 / math.sqrt(self.config.head_dim) if self.scaled else 1.0
+        scale = self._scale
         if self.config.compute_dtype == jnp.float64:
             y_BxTxNxH = _attend_in_double(query, key, value, mask, bias, is_causal, scale)
         else:  # softmax is float32 inside, whatever the compute dtype
             y_BxTxNxH = jax.nn.dot_product_attention(
                 query, key, value, bias=bias, mask=mask, is_causal=is_causal, scale=scale
             )
+        return self._joined(y_BxTxNxH)
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 / math.sqrt(self.config.head_dim) if self.scaled else 1.0
+
+    def _joined(self, y_BxTxNxH: jax.Array) -> jax.Array:
         return self.out(y_BxTxNxH.reshape(*y_BxTxNxH.shape[:-2], -1))
 
 

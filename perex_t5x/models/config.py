@@ -36,6 +36,7 @@ REMAT_POLICIES: Mapping[str, Callable[..., bool] | None] = MappingProxyType(
     }
 )
 
+ATTENTIONS = ("auto", "splash", "xla")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -62,6 +63,8 @@ class T5Config:
       scan_layers: one scanned layer with stacked parameters (leading axis `layers`) instead of an unrolled stack.
       remat_policy: what the backward pass keeps of each layer: 'none' (everything, no rematerialisation), 'full'
         (nothing), 'minimal' (results of products with weights), or a name of `jax.checkpoint_policies`.
+      attention: 'splash' (TPU kernels that hold no length x length array), 'xla', or 'auto': splash on TPUs where it can
+        be used. `perex_t5x.models.splash`.
 
     >>> T5Config(vocab_size=384, emb_dim=128, num_heads=4, head_dim=32, mlp_dim=256).kv_heads
     4
@@ -82,6 +85,7 @@ class T5Config:
     rotary_max_wavelength: float = 10_000.0
     scan_layers: bool = False
     remat_policy: str = "none"
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         # Gin gives lists where a tuple was written with brackets, and dtypes as numpy objects.
@@ -103,6 +107,7 @@ class T5Config:
         for activation in self.mlp_activations:
             _check_known("mlp_activations", activation, ACTIVATIONS)
         _check_known("remat_policy", self.remat_policy, REMAT_POLICIES)
+        _check_known("attention", self.attention, ATTENTIONS)
         if not self.rotary_max_wavelength > 1.0:
             raise ConfigError(
                 f"T5Config.rotary_max_wavelength = {self.rotary_max_wavelength}: must be above 1; 10000.0 is usual, "

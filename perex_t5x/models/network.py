@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from perex_t5x import partitioning
 from perex_t5x.errors import ConfigError
-from perex_t5x.models import attention, dropout
+from perex_t5x.models import attention, dropout, splash
 from perex_t5x.models.attention import LayerContext, MultiHeadAttention, RelativePositionBias
 from perex_t5x.models.config import REMAT_POLICIES, T5Config
 from perex_t5x.models.layers import Dense, Embed, MlpBlock, RMSNorm
@@ -217,7 +217,12 @@ class Decoder(_Stack):
         """
         cfg = self.config
         length = tokens_BxT.shape[1]
-        if mode == "decode":
+        features = {"has_bias": self.has_encoder, "has_prefix": causal_attention_BxT is not None}
+        # While parameters are made, any attention will do: the program may be on other devices than the model's.
+        by_splash = not self.is_initializing() and splash.use(cfg, *tokens_BxT.shape, mode, **features)
+        if by_splash:
+            mask = None
+        elif mode == "decode":
             mask = attention.cache_mask(positions_BxT[:, 0], cache_length)
         else:
             mask = attention.decoder_self_mask(length, segment_ids_BxT, causal_attention_BxT)
@@ -243,9 +248,11 @@ class Decoder(_Stack):
             cross_mask=cross_mask,
             positions_B=positions_BxT[:, 0] if mode == "decode" else None,
             dropout_keys_B=stack_keys_B,
+            segment_ids_BxT=segment_ids_BxT if by_splash else None,
             is_causal=mask is None,
             mode=mode,
             cache_length=cache_length,
+            splash=by_splash,
         )
         kind = {"self_attention": "self_attention", "scaled": not self.has_encoder, "has_encoder": self.has_encoder}
         x_BxTxD = apply_layers(cfg, cfg.num_decoder_layers, x_BxTxD, context, **kind)

@@ -7,7 +7,16 @@ param_shardings  the parameters inside the step           gather       sharded p
 
 from perex_t5x.partitioning.mesh import nearest_divisor, torus_sizes
 from perex_t5x.partitioning.param_shardings import ParamShardings
-from perex_t5x.partitioning.partitioner import PjitPartitioner, constrain, gather_parameter, has_sharded_parameters
+from perex_t5x.partitioning.partitioner import (
+    PjitPartitioner,
+    constrain,
+    gather_parameter,
+    has_sharded_parameters,
+    knows_devices,
+    on_each_device,
+    parts,
+    platform,
+)
 from perex_t5x.partitioning.rules import logical_to_mesh_axes, standard_logical_axis_rules
 
 __all__ = [
@@ -16,8 +25,12 @@ __all__ = [
     "constrain",
     "gather_parameter",
     "has_sharded_parameters",
+    "knows_devices",
     "logical_to_mesh_axes",
     "nearest_divisor",
+    "on_each_device",
+    "parts",
+    "platform",
     "standard_logical_axis_rules",
     "torus_sizes",
 ]

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -254,10 +254,60 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
     partitioner, manual = _contexts.stack[-1]
     if partitioner.mesh.size == 1:
         return x
-    spec = logical_to_mesh_axes(names, partitioner.automatic_rules if manual else partitioner.logical_axis_rules)
+    spec = _current_spec(names)
     if manual and partitioner.batch_axes:  # inside shard_map: a PartitionSpec refers to its mesh
         return jax.lax.with_sharding_constraint(x, spec)
     return jax.lax.with_sharding_constraint(x, NamedSharding(partitioner.mesh, spec))
+
+
+def platform() -> str | None:
+    """Of the devices that the program being traced is for ('tpu', 'cpu'); None outside a partitioner's contexts."""
+    return _contexts.stack[-1][0].mesh.devices.flat[0].platform if _contexts.stack else None
+
+
+def knows_devices() -> bool:
+    """Whether `on_each_device` knows how arrays are divided: inside a partitioner's contexts, or with a single device."""
+    return bool(_contexts.stack) or jax.device_count() == 1
+
+
+def parts(names: Sequence[str | None]) -> tuple[int, ...]:
+    """Into how many parts `on_each_device` divides each dimension of an array with these logical axes."""
+    if not _contexts.stack:
+        return (1,) * len(names)
+    mesh = _contexts.stack[-1][0].mesh
+    return tuple(math.prod(mesh.shape[a] for a in names_of(axes)) for axes in _current_spec(names))
+
+
+def on_each_device(
+    fn: Callable[..., jax.Array], in_names: Sequence[Sequence[str | None]], out_names: Sequence[str | None]
+) -> Callable[..., jax.Array]:
+    """fn on each device's part of its arguments, for programs that the compiler cannot divide: kernels.
+
+    A `shard_map` over the mesh axes that are not manual yet: inside the step's own, over `model`; elsewhere over all.
+
+    Args:
+      in_names, out_names: logical axes of the arguments and of the result; their sizes must be multiples of `parts`.
+    """
+    if not _contexts.stack or _contexts.stack[-1][0].mesh.size == 1:
+        return fn
+    partitioner, manual = _contexts.stack[-1]
+    inside = manual and bool(partitioner.batch_axes)  # a shard_map inside another refers to its mesh
+    here = jax.sharding.get_abstract_mesh()
+    axes = set(here.axis_names) - set(here.manual_axes) if inside else set(partitioner.mesh.axis_names)
+    return jax.shard_map(
+        fn,
+        mesh=None if inside else partitioner.mesh,
+        in_specs=tuple(map(_current_spec, in_names)),
+        out_specs=_current_spec(out_names),
+        axis_names=axes,
+        check_vma=False,  # as in the step's
+    )
+
+
+def _current_spec(names: Sequence[str | None]) -> PartitionSpec:
+    """Over the mesh axes that are not manual in the current context."""
+    partitioner, manual = _contexts.stack[-1]
+    return logical_to_mesh_axes(names, partitioner.automatic_rules if manual else partitioner.logical_axis_rules)
 
 
 def has_sharded_parameters() -> bool:
