@@ -19,6 +19,7 @@ from perex_t5x.models import splash
 from perex_t5x.models.config import T5Config
 from perex_t5x.models.layers import Dense, fan_in_init, parameter
 from perex_t5x.partitioning import constrain
+from perex_t5x.per_example.kernels.dispatch import for_tpu
 
 Rotary = tuple[jax.Array, jax.Array]
 
@@ -71,16 +72,16 @@ class MultiHeadAttention(nn.Module):
                 return fan_in_init(*args) / math.sqrt(cfg.head_dim)
 
         def inward(heads, init):
-            return Dense(heads * cfg.head_dim, ("embed", "joined_kv"), cfg.compute_dtype, init)
+            return Dense((heads, cfg.head_dim), ("embed", "joined_kv"), cfg.compute_dtype, init)
 
         self.query = inward(cfg.num_heads, query_init)
         self.key = inward(cfg.kv_heads, fan_in_init)
         self.value = inward(cfg.kv_heads, fan_in_init)
-        self.out = Dense(cfg.emb_dim, ("joined_kv", "embed"), cfg.compute_dtype)
+        self.out = Dense((cfg.emb_dim,), ("joined_kv", "embed"), cfg.compute_dtype, num_inputs=2)
 
     def self_attention(self, x_BxTxD: jax.Array, context: LayerContext) -> jax.Array:
         """Attention of the rows to themselves (in mode 'decode': to everything cached so far)."""
-        query, key, value = self._query(x_BxTxD), self._split(self.key(x_BxTxD)), self._split(self.value(x_BxTxD))
+        query, key, value = self._query(x_BxTxD), self.key(x_BxTxD), self.value(x_BxTxD)
         if context.rotary is not None:
             # The kernels take a scaled query: scaled here, in float32, it is rounded no more often than without.
             scale = self._scale if context.splash else 1.0
@@ -95,7 +96,7 @@ class MultiHeadAttention(nn.Module):
         if context.splash:
             swapped = (x.swapaxes(1, 2) for x in (query, key, value))
             y_BxTxNxH = splash.attend(*swapped, context.segment_ids_BxT).swapaxes(1, 2)
-            return self._joined(y_BxTxNxH)
+            return self.out(y_BxTxNxH)
         return self._attend(query, key, value, context.mask, context.bias, context.is_causal)
 
     def cross_attention(self, x_BxTxD: jax.Array, context: LayerContext) -> jax.Array:
@@ -104,8 +105,7 @@ class MultiHeadAttention(nn.Module):
             key = self.get_variable("cross_cache", "key")
             value = self.get_variable("cross_cache", "value")
         else:
-            key = self._split(self.key(context.encoded_BxSxD))
-            value = self._split(self.value(context.encoded_BxSxD))
+            key, value = self.key(context.encoded_BxSxD), self.value(context.encoded_BxSxD)
             if context.mode == "prefill":
                 self.put_variable("cross_cache", "key", key)
                 self.put_variable("cross_cache", "value", value)
@@ -123,10 +123,7 @@ class MultiHeadAttention(nn.Module):
         return cached_BxSxKxH
 
     def _query(self, x_BxTxD: jax.Array) -> jax.Array:
-        return constrain(self._split(self.query(x_BxTxD)), ("batch", "length", "heads", "kv"))
-
-    def _split(self, x_BxTxNH: jax.Array) -> jax.Array:
-        return x_BxTxNH.reshape(*x_BxTxNH.shape[:-1], -1, self.config.head_dim)
+        return constrain(self.query(x_BxTxD), ("batch", "length", "heads", "kv"))
 
     def _attend(self, query, key, value, mask, bias, is_causal) -> jax.Array:
         scale = self._scale
@@ -136,14 +133,11 @@ class MultiHeadAttention(nn.Module):
             y_BxTxNxH = jax.nn.dot_product_attention(
                 query, key, value, bias=bias, mask=mask, is_causal=is_causal, scale=scale
             )
-        return self._joined(y_BxTxNxH)
+        return self.out(y_BxTxNxH)
 
     @property
     def _scale(self) -> float:
         return 1.0 / math.sqrt(self.config.head_dim) if self.scaled else 1.0
-
-    def _joined(self, y_BxTxNxH: jax.Array) -> jax.Array:
-        return self.out(y_BxTxNxH.reshape(*y_BxTxNxH.shape[:-2], -1))
 
 
 def _attend_in_double(query_BxTxNxH, key_BxSxKxH, value_BxSxKxH, mask, bias, is_causal, scale) -> jax.Array:
@@ -229,12 +223,15 @@ def cache_mask(positions_B: jax.Array, num_keys: int) -> jax.Array:
 
 
 def rotary_tables(positions_BxT: jax.Array, head_dim: int, max_wavelength: float = 10_000.0) -> Rotary:
-    """Returns (sin, cos), [B, T, 1, head_dim / 2], of position · max_wavelength^(-2i / head_dim), in float32."""
+    """Returns (sin, cos) of position · max_wavelength^(-2i / head_dim), i < head_dim / 2, twice: [B, T, 1, head_dim].
+
+    In float32. Both halves of a head are rotated by the same angles.
+    """
     exponents_F = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-    frequencies_F = jnp.asarray(max_wavelength**-exponents_F, jnp.float32)
-    angles_BxTxF = positions_BxT.astype(jnp.float32)[..., None] * frequencies_F[None, None, :]
-    angles_BxTx1xF = angles_BxTxF[:, :, None, :]
-    return jnp.sin(angles_BxTx1xF), jnp.cos(angles_BxTx1xF)
+    frequencies_H = jnp.asarray(np.tile(max_wavelength**-exponents_F, 2), jnp.float32)
+    angles_BxTxH = positions_BxT.astype(jnp.float32)[..., None] * frequencies_H[None, None, :]
+    angles_BxTx1xH = angles_BxTxH[:, :, None, :]
+    return jnp.sin(angles_BxTx1xH), jnp.cos(angles_BxTx1xH)
 
 
 def apply_rotary(x_BxTxNxH: jax.Array, rotary: Rotary) -> jax.Array:
@@ -242,9 +239,29 @@ def apply_rotary(x_BxTxNxH: jax.Array, rotary: Rotary) -> jax.Array:
     difference of their positions only."""
     sin, cos = rotary
     wide = jnp.promote_types(x_BxTxNxH.dtype, jnp.float32)
-    first, second = jnp.split(x_BxTxNxH.astype(wide), 2, axis=-1)
-    rotated = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
-    return rotated.astype(x_BxTxNxH.dtype)
+    turned = turned_by_product(x_BxTxNxH, wide) if for_tpu() else turned_by_halves(x_BxTxNxH, wide)
+    return (x_BxTxNxH.astype(wide) * cos + turned * sin).astype(x_BxTxNxH.dtype)
+
+
+def turned_by_halves(x_BxTxNxH: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Each pair (x_i, x_{i + H/2}) by a quarter turn: (-x_{i + H/2}, x_i)."""
+    first, second = jnp.split(x_BxTxNxH.astype(dtype), 2, axis=-1)
+    return jnp.concatenate((-second, first), axis=-1)
+
+
+def turned_by_product(x_BxTxNxH: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The same as a product with a matrix that has one ±1 in each row and column: exact.
+
+    On TPUs half a head is less than a row of a tile, so that halves are copied; the product is next to nothing.
+    """
+    half = x_BxTxNxH.shape[-1] // 2
+    eye_FxF, zero_FxF = np.eye(half), np.zeros((half, half))
+    turn_HxH = jnp.asarray(np.block([[zero_FxF, eye_FxF], [-eye_FxF, zero_FxF]]), x_BxTxNxH.dtype)
+    # The matrix units multiply bfloat16: what is wider goes through them in parts, none of them dropped.
+    precision = None if x_BxTxNxH.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    return jax.lax.dot_general(
+        x_BxTxNxH, turn_HxH, (((x_BxTxNxH.ndim - 1,), (0,)), ((), ())), precision, preferred_element_type=dtype
+    )
 
 
 def relative_buckets(

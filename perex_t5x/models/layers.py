@@ -14,6 +14,7 @@ from perex_t5x import partitioning
 from perex_t5x.models import dropout
 from perex_t5x.models.config import ACTIVATIONS, T5Config
 from perex_t5x.partitioning import constrain
+from perex_t5x.per_example.kernels.dispatch import for_tpu
 
 Initializer = Callable[..., jax.Array]
 
@@ -63,26 +64,46 @@ class RMSNorm(nn.Module):
 
 
 class Dense(nn.Module):
-    """y = x W, no bias. `axes` names W's two dimensions."""
+    """y = x W, no bias, over the last axes of x.
 
-    features: int
+    The parameter W is a matrix whatever the axes of x and y are: [heads, head_dim] is one dimension of it.
+
+    Attributes:
+      features: y's axes in place of x's, such as (mlp_dim,) or (heads, head_dim).
+      axes: the logical names of W's two dimensions.
+      num_inputs: how many axes of x, the last ones, are contracted.
+    """
+
+    features: tuple[int, ...]
     axes: tuple[str, str]
     dtype: jnp.dtype
     kernel_init: Initializer = fan_in_init
+    num_inputs: int = 1
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
-        shape = (x_BxTxD.shape[-1], self.features)
+        inputs = x_BxTxD.shape[-self.num_inputs :]
+        shape = (math.prod(inputs), math.prod(self.features))
         kernel_DxF = parameter(self, "kernel", self.kernel_init, self.axes, shape, self.dtype)
-        return project(x_BxTxD.astype(self.dtype), kernel_DxF)
+        return project(x_BxTxD.astype(self.dtype), kernel_DxF, inputs, self.features)
 
 
-def project(x_BxTxD: jax.Array, kernel_DxF: jax.Array) -> jax.Array:
-    """Contracts the last axis of x with the first of the kernel."""
+def project(x_BxTxD: jax.Array, kernel_DxF: jax.Array, inputs: Sequence[int], features: Sequence[int]) -> jax.Array:
+    """Contracts the last axes of x, `inputs`, with the kernel's first; `features` take their place.
+
+    The same product in the form that suits the platform.
+    """
+    rows = x_BxTxD.shape[: x_BxTxD.ndim - len(inputs)]
+    if for_tpu():
+        # Every axis as it is. Rows x length as one axis, or heads split off after the product, are copies there: the
+        # arrays' tiled layouts have no such view.
+        kernel = kernel_DxF.reshape(*inputs, *features)
+        contracted = tuple(range(len(rows), x_BxTxD.ndim)), tuple(range(len(inputs)))
+        return jax.lax.dot_general(x_BxTxD, kernel, (contracted, ((), ())))
     # As a product of two matrices: on CPUs XLA is up to twice as fast with these as with a batch of rows.
-    x_MxD = x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
+    x_MxD = x_BxTxD.reshape(-1, math.prod(inputs))
     y_MxF = jax.lax.dot_general(x_MxD, kernel_DxF, (((1,), (0,)), ((), ())))
-    return y_MxF.reshape(*x_BxTxD.shape[:-1], kernel_DxF.shape[-1])
+    return y_MxF.reshape(*rows, *features)
 
 
 class Embed(nn.Module):
@@ -115,7 +136,7 @@ class Embed(nn.Module):
         """Logits x Eᵀ / sqrt(D): the rows of E have unit variance, the scaling gives the logits the same."""
         wide = self.config.wide_dtype
         x_BxTxD = x_BxTxD.astype(wide) / math.sqrt(self.config.emb_dim)
-        return project(x_BxTxD, self.embedding.T)
+        return project(x_BxTxD, self.embedding.T, (self.config.emb_dim,), (self.config.vocab_size,))
 
 
 class MlpBlock(nn.Module):
@@ -129,9 +150,9 @@ class MlpBlock(nn.Module):
         single = len(cfg.mlp_activations) == 1
         hidden_BxTxF = None
         for i, activation in enumerate(cfg.mlp_activations):
-            wi = Dense(cfg.mlp_dim, ("embed", "mlp"), cfg.compute_dtype, name="wi" if single else f"wi_{i}")
+            wi = Dense((cfg.mlp_dim,), ("embed", "mlp"), cfg.compute_dtype, name="wi" if single else f"wi_{i}")
             branch_BxTxF = ACTIVATIONS[activation](wi(x_BxTxD))
             hidden_BxTxF = branch_BxTxF if hidden_BxTxF is None else hidden_BxTxF * branch_BxTxF
         hidden_BxTxF = constrain(hidden_BxTxF, ("batch", "length", "mlp"))
         hidden_BxTxF = dropout.dropout(hidden_BxTxF, keys_B, dropout.INSIDE_MLP, cfg.dropout_rate)
-        return Dense(cfg.emb_dim, ("mlp", "embed"), cfg.compute_dtype, name="wo")(hidden_BxTxF)
+        return Dense((cfg.emb_dim,), ("mlp", "embed"), cfg.compute_dtype, name="wo")(hidden_BxTxF)

@@ -260,7 +260,7 @@ class Decoder(_Stack):
         if cfg.logits_via_embedding:
             logits_BxTxV = self.token_embedder.attend(x_BxTxD)
         else:
-            dense = Dense(cfg.vocab_size, ("embed", "vocab"), cfg.wide_dtype, name="logits_dense")
+            dense = Dense((cfg.vocab_size,), ("embed", "vocab"), cfg.wide_dtype, name="logits_dense")
             logits_BxTxV = dense(x_BxTxD)
         return constrain(logits_BxTxV, ("batch", "length", "vocab"))
 

@@ -10,6 +10,7 @@ import numpy as np
 from flax import linen as nn
 
 from perex_t5x import models
+from perex_t5x.models import attention, layers
 
 VOCAB = 24
 EOS = 1
@@ -60,6 +61,12 @@ def encoder_decoder(loss_normalizing_factor="NUM_REAL_TARGET_TOKENS", z_loss=0.0
         loss_normalizing_factor=loss_normalizing_factor,
         z_loss=z_loss,
     )
+
+
+def as_for_tpu(monkeypatch) -> None:
+    """Has layers take the forms that they take in programs for TPUs; the same functions, which a CPU computes, too."""
+    for module in (layers, attention):
+        monkeypatch.setattr(module, "for_tpu", lambda: True)
 
 
 MAKE = {"decoder_only": decoder_only, "encoder_decoder": encoder_decoder}

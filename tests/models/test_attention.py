@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +37,20 @@ def test_rotary_products_depend_on_the_difference_only():
 
     assert product(3, 1) == pytest.approx(product(13, 11), abs=1e-4)
     assert product(3, 1) != pytest.approx(product(3, 2), abs=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_quarter_turn_by_a_product_is_exact(dtype):
+    magnitudes = np.exp2(np.arange(-60.0, 60.0, 7.5))  # next to each other: a sum that rounds would show
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 3, 16)) * magnitudes, dtype)
+    cotangent = x[::-1].astype(jnp.float32)
+    for method in (attention.turned_by_product, attention.turned_by_halves):
+        turned, vjp = jax.vjp(functools.partial(method, dtype=jnp.float32), x)
+        assert turned.dtype == jnp.float32
+        np.testing.assert_array_equal(turned, jnp.concatenate((-x[..., 8:], x[..., :8]), -1).astype(jnp.float32))
+        np.testing.assert_array_equal(
+            vjp(cotangent)[0], jnp.concatenate((cotangent[..., 8:], -cotangent[..., :8]), -1).astype(dtype)
+        )
 
 
 def scalar_bucket(relative, bidirectional, buckets=32, far=128):

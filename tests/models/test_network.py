@@ -12,6 +12,7 @@ from tests.models.model_support import (
     MAKE,
     TWO_LAYERS,
     VOCAB,
+    as_for_tpu,
     batch,
     boxed_params,
     close,
@@ -123,6 +124,24 @@ def test_scan_and_remat_change_no_number(kind, variants):
         other_loss, other_grads = loss_and_grads(model, restack(p) if scan else p, features)
         close(other_loss, loss)
         close(other_grads, restack(grads) if scan else grads, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind, changes, atol",
+    [
+        ("decoder_only", {"num_kv_heads": 2}, 2e-6),
+        pytest.param("decoder_only", {"dtype": "bfloat16"}, 0.02, marks=pytest.mark.slow),
+        pytest.param("encoder_decoder", {}, 2e-6, marks=pytest.mark.slow),
+    ],
+)
+def test_the_form_for_tpus_is_the_same_function(kind, changes, atol, monkeypatch):
+    features, model = batch(kind), MAKE[kind](z_loss=1e-3, **changes)
+    p = params(model, features)
+    expected = logits(model, p, features), *loss_and_grads(model, p, features)
+    as_for_tpu(monkeypatch)
+    products = str(jax.make_jaxpr(model.compute_logits)(p, features)).split("dot_general")
+    assert any("[3,9,4,8] = " in line[-40:] for line in products), "heads are an axis of the product itself"
+    close((logits(model, p, features), *loss_and_grads(model, p, features)), expected, atol=atol)
 
 
 def test_remat_does_recompute():

@@ -11,6 +11,7 @@ from flax import linen as nn
 
 from perex_t5x import models, per_example
 from perex_t5x.per_example.independent import check_independent
+from tests.models.model_support import as_for_tpu
 from tests.per_example.loop_reference import SOME, STATISTICS, assert_matches, clipped, grouped, norms, single_gradients
 
 ROWS, LENGTH, VOCAB = 4, 6, 32
@@ -122,6 +123,15 @@ def test_scanned_and_tied_under_every_policy(policy):
 def test_networks(make, changes, kind):
     made = problem(make(**changes), kind)
     assert_matches(run(made)[0], single_gradients(*made))
+
+
+def test_layers_in_their_form_for_tpus(monkeypatch):
+    loss, params, batch = problem(decoder(num_kv_heads=2, **SCANNED), "packed")
+    gradients = single_gradients(loss, params, batch)
+    as_for_tpu(monkeypatch)
+    reductions = {row.parameter: row.reduction for row in per_example.coverage(loss, params, batch)}
+    assert {r for name, r in reductions.items() if "kernel" in name} == {"one at a time"}, reductions
+    assert_matches(run((loss, params, batch))[0], gradients)
 
 
 def test_dropout_weights_clipping_and_microbatches_together():
