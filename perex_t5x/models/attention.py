@@ -18,6 +18,7 @@ from flax import struct
 from perex_t5x.models import splash
 from perex_t5x.models.config import T5Config
 from perex_t5x.models.layers import Dense, fan_in_init, parameter
+from perex_t5x.models.remat import named
 from perex_t5x.partitioning import constrain
 from perex_t5x.per_example.kernels.dispatch import for_tpu
 
@@ -87,6 +88,7 @@ class MultiHeadAttention(nn.Module):
             scale = self._scale if context.splash else 1.0
             query = apply_rotary(query, tuple(x * scale for x in context.rotary))
             key = apply_rotary(key, context.rotary)
+        query, key, value = named(query, "query"), named(key, "key"), named(value, "value")
         if context.mode == "prefill":
             padding = ((0, 0), (0, context.cache_length - key.shape[1]), (0, 0), (0, 0))
             self.put_variable("cache", "key", jnp.pad(key, padding))
@@ -96,7 +98,7 @@ class MultiHeadAttention(nn.Module):
         if context.splash:
             swapped = (x.swapaxes(1, 2) for x in (query, key, value))
             y_BxTxNxH = splash.attend(*swapped, context.segment_ids_BxT).swapaxes(1, 2)
-            return self.out(y_BxTxNxH)
+            return named(self.out(y_BxTxNxH), "out")  # the kernels name their results, "context", themselves
         return self._attend(query, key, value, context.mask, context.bias, context.is_causal)
 
     def cross_attention(self, x_BxTxD: jax.Array, context: LayerContext) -> jax.Array:
@@ -106,10 +108,12 @@ class MultiHeadAttention(nn.Module):
             value = self.get_variable("cross_cache", "value")
         else:
             key, value = self.key(context.encoded_BxSxD), self.value(context.encoded_BxSxD)
+            key, value = named(key, "key"), named(value, "value")
             if context.mode == "prefill":
                 self.put_variable("cross_cache", "key", key)
                 self.put_variable("cross_cache", "value", value)
-        return self._attend(self._query(x_BxTxD), key, value, context.cross_mask, None, False)
+        query = named(self._query(x_BxTxD), "query")
+        return self._attend(query, key, value, context.cross_mask, None, False)
 
     def _cached(self, name: str, new_Bx1xKxH: jax.Array, context: LayerContext) -> jax.Array:
         """Writes each row's new entry at that row's own position; returns the whole cache."""
@@ -133,7 +137,7 @@ class MultiHeadAttention(nn.Module):
             y_BxTxNxH = jax.nn.dot_product_attention(
                 query, key, value, bias=bias, mask=mask, is_causal=is_causal, scale=scale
             )
-        return self.out(y_BxTxNxH)
+        return named(self.out(named(y_BxTxNxH, "context")), "out")
 
     @property
     def _scale(self) -> float:

@@ -10,30 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from perex_t5x.errors import ConfigError, did_you_mean
+from perex_t5x.models import remat
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
     {"gelu": jax.nn.gelu, "linear": lambda x: x, "relu": jax.nn.relu, "silu": jax.nn.silu, "swish": jax.nn.silu}
-)
-
-# What the backward pass may keep of a layer's forward pass. Policies of `jax.checkpoint_policies` that need
-# arguments (names to save, offloading) are left out: a Gin string cannot give them.
-REMAT_POLICIES: Mapping[str, Callable[..., bool] | None] = MappingProxyType(
-    {
-        "none": None,
-        "full": jax.checkpoint_policies.nothing_saveable,
-        "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        **{
-            name: getattr(jax.checkpoint_policies, name)
-            for name in (
-                "everything_saveable",
-                "nothing_saveable",
-                "dots_saveable",
-                "checkpoint_dots",
-                "dots_with_no_batch_dims_saveable",
-                "checkpoint_dots_with_no_batch_dims",
-            )
-        },
-    }
 )
 
 ATTENTIONS = ("auto", "splash", "xla")
@@ -62,7 +42,8 @@ class T5Config:
       logits_via_embedding: True ties the output projection to the embedding.
       scan_layers: one scanned layer with stacked parameters (leading axis `layers`) instead of an unrolled stack.
       remat_policy: what the backward pass keeps of each layer: 'none' (everything, no rematerialisation), 'full'
-        (nothing), 'minimal' (results of products with weights), or a name of `jax.checkpoint_policies`.
+        (nothing), 'minimal' (results of products with weights), values by name such as 'save:context,mlp_in', or any
+        other policy of `perex_t5x.models.remat`.
       attention: 'splash' (TPU kernels that hold no length x length array), 'xla', or 'auto': splash on TPUs where it can
         be used. `perex_t5x.models.splash`.
 
@@ -106,7 +87,7 @@ class T5Config:
             raise ConfigError("T5Config.mlp_activations is empty: give at least one, e.g. ('gelu', 'linear').")
         for activation in self.mlp_activations:
             _check_known("mlp_activations", activation, ACTIVATIONS)
-        _check_known("remat_policy", self.remat_policy, REMAT_POLICIES)
+        remat.parse(self.remat_policy)
         _check_known("attention", self.attention, ATTENTIONS)
         if not self.rotary_max_wavelength > 1.0:
             raise ConfigError(

@@ -13,6 +13,7 @@ from flax import linen as nn
 from perex_t5x import partitioning
 from perex_t5x.models import dropout
 from perex_t5x.models.config import ACTIVATIONS, T5Config
+from perex_t5x.models.remat import named
 from perex_t5x.partitioning import constrain
 from perex_t5x.per_example.kernels.dispatch import for_tpu
 
@@ -151,7 +152,7 @@ class MlpBlock(nn.Module):
         hidden_BxTxF = None
         for i, activation in enumerate(cfg.mlp_activations):
             wi = Dense((cfg.mlp_dim,), ("embed", "mlp"), cfg.compute_dtype, name="wi" if single else f"wi_{i}")
-            branch_BxTxF = ACTIVATIONS[activation](wi(x_BxTxD))
+            branch_BxTxF = ACTIVATIONS[activation](named(wi(x_BxTxD), "mlp_in"))
             hidden_BxTxF = branch_BxTxF if hidden_BxTxF is None else hidden_BxTxF * branch_BxTxF
         hidden_BxTxF = constrain(hidden_BxTxF, ("batch", "length", "mlp"))
         hidden_BxTxF = dropout.dropout(hidden_BxTxF, keys_B, dropout.INSIDE_MLP, cfg.dropout_rate)

@@ -12,12 +12,11 @@ from flax import linen as nn
 
 from perex_t5x import partitioning
 from perex_t5x.errors import ConfigError
-from perex_t5x.models import attention, dropout, splash
+from perex_t5x.models import attention, dropout, remat, splash
 from perex_t5x.models.attention import LayerContext, MultiHeadAttention, RelativePositionBias
-from perex_t5x.models.config import REMAT_POLICIES, T5Config
+from perex_t5x.models.config import T5Config
 from perex_t5x.models.layers import Dense, Embed, MlpBlock, RMSNorm
 from perex_t5x.partitioning import constrain
-from perex_t5x.partitioning.gather import keep_all_but_gathered
 
 __all__ = ["DecoderWrapper", "T5Config", "Transformer"]
 
@@ -312,9 +311,7 @@ def apply_layers(config: T5Config, num_layers: int, x_BxTxD: jax.Array, context:
     Args:
       kwargs: given to `Layer`, beside `config`.
     """
-    policy = REMAT_POLICIES[config.remat_policy]
-    if partitioning.has_sharded_parameters() and config.remat_policy in ("none", "everything_saveable"):
-        policy = keep_all_but_gathered  # else all layers' gathered parameters would be kept for the backward pass
+    policy = remat.policy_for_jax(config.remat_policy, gathers=partitioning.has_sharded_parameters())
     layer_cls = Layer
     if policy is not None and context.mode == "train":
         # A scan's body cannot be merged with its own recomputation; unrolled layers could be, and must not.

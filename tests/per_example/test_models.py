@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 
 from perex_t5x import models, per_example
+from perex_t5x.models import remat
 from perex_t5x.per_example.independent import check_independent
 from tests.models.model_support import as_for_tpu
 from tests.per_example.loop_reference import SOME, STATISTICS, assert_matches, clipped, grouped, norms, single_gradients
@@ -95,8 +96,21 @@ def run(problem, *extra, statistics=SOME, weights=None, **options):
     return jax.jit(lambda p, b, *e: compute(p, b, *e, weights=weights))(params, batch, *extra)
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "minimal", "dots_saveable", "everything_saveable"])
-def test_scanned_and_tied_under_every_policy(policy):
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "none",
+        "full",
+        "save:context,mlp_in",
+        "save:query;offload:mlp_in,out",
+        pytest.param("minimal", marks=pytest.mark.slow),
+        "dots_saveable",
+        "everything_saveable",
+    ],
+)
+def test_scanned_and_tied_under_every_policy(policy, monkeypatch):
+    if "offload" in policy:
+        monkeypatch.setattr(remat, "for_tpu", lambda: True)  # CPUs keep offloaded values where they are
     of_policy = problem(decoder(scan_layers=True, logits_via_embedding=True, remat_policy=policy))
     stats, aux = run(of_policy, statistics=STATISTICS, norms=True)
     assert_matches(stats, scanned_reference(), STATISTICS)
