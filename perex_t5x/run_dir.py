@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -124,8 +125,8 @@ def summarize_model(boxed_params: Any, state_shapes: Any) -> str:
     return f"{total:,} parameters; state {tree_bytes(state_shapes) / 1e6:,.1f} MB (parameters and optimizer)"
 
 
-def write_model_info(model_dir: str, boxed_params: Any, shardings: Any, summary: str) -> None:
-    """Writes `model-info.txt`: each parameter with shape, logical axes and mesh axes, and the summary."""
+def write_model_info(model_dir: str, boxed_params: Any, shardings: Any, further: Sequence[str]) -> None:
+    """Writes `model-info.txt`: each parameter with shape, logical axes and mesh axes, and further lines."""
     params = jax.tree.leaves(boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
     lines = []
     for leaf, (path, sharding) in zip(params, jax.tree_util.tree_leaves_with_path(shardings), strict=True):
@@ -133,4 +134,4 @@ def write_model_info(model_dir: str, boxed_params: Any, shardings: Any, summary:
         value = getattr(leaf, "value", leaf)
         name, size = keystr(path, simple=True, separator="/"), math.prod(value.shape)
         lines.append(f"{name:<64} {size:>14,}  {tuple(value.shape)!s:<24} {tuple(names)!s:<28} {sharding.spec}")
-    (epath.Path(model_dir) / "model-info.txt").write_text("\n".join([*lines, "", summary, ""]))
+    (epath.Path(model_dir) / "model-info.txt").write_text("\n".join([*lines, "", *filter(None, further), ""]))

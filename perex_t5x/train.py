@@ -113,6 +113,7 @@ class Setup:
     shapes: TrainState
     shardings: TrainState
     boxed_params: Any
+    computation: str = ""  # of the model: see `protocol.DescribesComputation`
 
     @property
     def summary(self) -> str:
@@ -203,8 +204,10 @@ class Training:
             evaluation.check(trainer.partitioner, model, args.train_eval_dataset_cfg, args.eval_steps)
         if args.infer_eval_dataset_cfg is not None:
             lookup.check_evaluation(args.infer_eval_dataset_cfg, converter, "infer_eval/utils.DatasetConfig")
-        setup = Setup(trainer, spec, *trainer.abstract_state({k: v.shape for k, v in spec.items()}))
-        logging.info("%s", setup.summary)
+        with trainer.partitioner.manual():
+            computation = protocol.describe_computation(model, spec)
+        setup = Setup(trainer, spec, *trainer.abstract_state({k: v.shape for k, v in spec.items()}), computation)
+        logging.info("%s; %s", setup.summary, setup.computation)
         return setup
 
     def _stops_at(self) -> int:
@@ -253,7 +256,8 @@ class Training:
         """Writes model-info.txt and config.gin."""
         if distributed.is_writer():
             setup = self.setup
-            run_dir.write_model_info(self.model_dir, setup.boxed_params, setup.shardings.params, setup.summary)
+            lines = [setup.summary, setup.computation]
+            run_dir.write_model_info(self.model_dir, setup.boxed_params, setup.shardings.params, lines)
             self._args.summarize_config_fn(self.model_dir, None, 0)
 
     def make_feed(self) -> Feed:

@@ -132,7 +132,7 @@ class MultiHeadAttention(nn.Module):
     def _attend(self, query, key, value, mask, bias, is_causal) -> jax.Array:
         scale = self._scale
         if self.config.compute_dtype == jnp.float64:
-            y_BxTxNxH = _attend_in_double(query, key, value, mask, bias, is_causal, scale)
+            y_BxTxNxH = attend_in_double(query, key, value, mask, bias, is_causal, scale)
         else:  # softmax is float32 inside, whatever the compute dtype
             y_BxTxNxH = jax.nn.dot_product_attention(
                 query, key, value, bias=bias, mask=mask, is_causal=is_causal, scale=scale
@@ -144,7 +144,7 @@ class MultiHeadAttention(nn.Module):
         return 1.0 / math.sqrt(self.config.head_dim) if self.scaled else 1.0
 
 
-def _attend_in_double(query_BxTxNxH, key_BxSxKxH, value_BxSxKxH, mask, bias, is_causal, scale) -> jax.Array:
+def attend_in_double(query_BxTxNxH, key_BxSxKxH, value_BxSxKxH, mask, bias, is_causal, scale) -> jax.Array:
     """softmax(Q Kᵀ · scale + bias, where mask) V in float64, which `jax.nn.dot_product_attention` computes in float32."""
     groups = query_BxTxNxH.shape[2] // key_BxSxKxH.shape[2]
     key, value = (jnp.repeat(x, groups, axis=2) for x in (key_BxSxKxH, value_BxSxKxH))

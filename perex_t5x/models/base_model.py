@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.models import decoding, losses
+from perex_t5x.models import decoding, losses, splash
 from perex_t5x.models.config import T5Config
 
 Batch = Mapping[str, jax.Array]
@@ -91,6 +91,17 @@ class BaseTransformerModel(abc.ABC):
     def sharded_dimensions(self) -> dict[str, int]:
         """Sizes that the mesh's `model` axis must divide."""
         return {name: getattr(self.config, name) for name in ("num_heads", "mlp_dim", "vocab_size")}
+
+    def describe_computation(self, batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> str:
+        """Which attention is used, and why."""
+        if not isinstance(getattr(self.module, "config", None), T5Config):
+            return ""  # a user's network
+        rows_and_length = batch_spec["decoder_input_tokens"].shape
+        return splash.description(self.config, *rows_and_length, **self._attention_features(batch_spec))
+
+    def _attention_features(self, batch: Mapping[str, Any]) -> dict[str, bool]:
+        """What decides which attention can be used; see `perex_t5x.models.splash.unsupported_reason`."""
+        return {}
 
     def get_initial_variables(
         self, rng: jax.Array, input_shapes: Mapping[str, tuple[int, ...]], input_types: Mapping[str, Any] | None = None

@@ -59,6 +59,9 @@ class DecoderOnlyModel(BaseTransformerModel):
             length = feature_lengths["targets"] + feature_lengths.get("inputs", 0)
         return batch_size * decoder_only_flops(self.config, length)
 
+    def _attention_features(self, batch: Mapping[str, Any]) -> dict[str, bool]:
+        return {"has_prefix": self.inputs_bidirectional_attention and "decoder_causal_attention" in batch}
+
     def _network_inputs(self, batch: Batch) -> dict[str, jax.Array | None]:
         marks_BxT = batch.get("decoder_causal_attention") if self.inputs_bidirectional_attention else None
         return super()._network_inputs(batch) | {"decoder_causal_attention": marks_BxT}

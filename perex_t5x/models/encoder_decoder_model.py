@@ -49,6 +49,9 @@ class EncoderDecoderModel(BaseTransformerModel):
 
         return seqio.EncDecFeatureConverter
 
+    def _attention_features(self, batch: Mapping[str, Any]) -> dict[str, bool]:
+        return {"has_bias": True}
+
     def flops_per_step(self, batch_size: int, feature_lengths: Mapping[str, int]) -> float:
         inputs = feature_lengths.get("encoder_input_tokens") or feature_lengths["inputs"]
         targets = feature_lengths.get("decoder_target_tokens") or feature_lengths["targets"]

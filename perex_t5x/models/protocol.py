@@ -92,6 +92,16 @@ class ShardsDimensions(Protocol):
     def sharded_dimensions(self) -> Mapping[str, int]: ...
 
 
+class DescribesComputation(Protocol):
+    """A model that says in `model-info.txt` which of several ways it computes something, and why."""
+
+    def describe_computation(self, batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> str:
+        """One line for the batches given; raises `ConfigError` where the configuration asks for what is not possible.
+
+        Called inside `PjitPartitioner.manual()`, as the loss is.
+        """
+
+
 class Scores(Protocol):
     """A model that can score examples: `infer.mode = 'score'`, and `score_fn` metrics of SeqIO tasks."""
 
@@ -146,6 +156,11 @@ def feature_converter_cls(model: Model) -> type:
 def sharded_dimensions(model: Any) -> Mapping[str, int]:
     """The sizes that the mesh's `model` axis has to divide; none for a model that is not one that `ShardsDimensions`."""
     return model.sharded_dimensions() if has(model, ShardsDimensions) else {}
+
+
+def describe_computation(model: Any, batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> str:
+    """See `DescribesComputation`; empty for a model that is not one."""
+    return model.describe_computation(batch_spec) if has(model, DescribesComputation) else ""
 
 
 def _missing(model: Any, ability: type) -> list[str]:

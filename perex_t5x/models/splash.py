@@ -7,8 +7,6 @@ keys and values of their group. `unsupported_reason` says what the kernels canno
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
@@ -20,6 +18,7 @@ from perex_t5x.per_example.kernels import dispatch
 
 LANES = 128
 CHECKPOINT_NAME = "context"  # of the kernel's results, for remat policies that save by name
+_LARGEST_BLOCK = {1024: 512}
 _HEAD_AXES = ("batch", "heads", "length", "kv")
 
 
@@ -72,6 +71,13 @@ def use(config: T5Config, rows: int, length: int, mode: str, **features: bool) -
     return not reason
 
 
+def description(config: T5Config, rows: int, length: int, **features: bool) -> str:
+    """One line on which attention a training step uses; raises as `use` does."""
+    if use(config, rows, length, "train", **features):
+        return "attention: splash kernels" + ("" if _for_tpu() else f", interpreted ({dispatch.NOT_FOR_TPUS})")
+    return f"attention: XLA's, not splash kernels ({unsupported_reason(config, rows, length, **features)})"
+
+
 def attend(
     query_BxNxTxH: jax.Array, key_BxKxTxH: jax.Array, value_BxKxTxH: jax.Array, segment_ids_BxT: jax.Array | None
 ) -> jax.Array:
@@ -99,9 +105,9 @@ def _on_device(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, *segments: jax.Array) 
     return jax.vmap(kernel)(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, splash_attention.SegmentIds(ids_BxT, ids_BxT))
 
 
-@functools.cache
 def _block_sizes(length: int) -> splash_attention.BlockSizes:
-    block = max(b for b in range(LANES, min(length, 1024) + 1, LANES) if length % b == 0)
+    largest = _LARGEST_BLOCK.get(length, 1024) if dispatch.for_tpu() else LANES
+    block = max(b for b in range(LANES, min(length, largest) + 1, LANES) if length % b == 0)
     compute = max(b for b in range(LANES, min(block, 512) + 1, LANES) if block % b == 0)
     return splash_attention.BlockSizes(
         block_q=block,
