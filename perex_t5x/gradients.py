@@ -87,7 +87,8 @@ def batch_gradient(
     `transport_dtype`.
     """
     data_axes, gathered_axes = shardings.partitioner.batch_axes, shardings.gathered_axes()
-    value_and_grad = jax.value_and_grad(_loss_on_device(model, shardings), has_aux=True)
+    loss_fn = _loss_on_device(model, shardings, options.transport_dtype)
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 
     def on_device(params: Any, batch: Batch, keys_B: jax.Array, normalizer: jax.Array) -> Gradient:
         def one(rows: tuple[Batch, jax.Array]) -> tuple[Any, Any]:
@@ -230,13 +231,16 @@ def _on_devices(
     return on_device(state.params, batch, keys_B, model.loss_normalizer(batch))
 
 
-def _loss_on_device(model: Model, shardings: ParamShardings) -> Callable[..., Any]:
-    """The model's loss where the data axes are manual."""
+def _loss_on_device(model: Model, shardings: ParamShardings, transport: Any = None) -> Callable[..., Any]:
+    """The model's loss where the data axes are manual; the gradient of what it gathers is sent as `transport`.
+
+    The engine wants None: it finds the sums over devices in the gradient, and sends its statistics over them itself.
+    """
     gathers = getattr(model, "gathers_parameters", False)
 
     def loss_fn(params: Any, *arguments: Any) -> Any:
-        with shardings.partitioner.manual():  # see `perex_t5x.partitioning.partitioner`
-            return model.loss_fn(params if gathers else shardings.gather(params), *arguments)
+        with shardings.partitioner.manual(transport):  # see `perex_t5x.partitioning.partitioner`
+            return model.loss_fn(params if gathers else shardings.gather(params, transport), *arguments)
 
     return loss_fn
 

@@ -73,7 +73,8 @@ class Trainer:
       clip_norm: every example's gradient (B/W) ∇ℓ_i is scaled to at most this norm. None: no clipping.
       non_finite: 'keep'; or 'skip': examples whose loss or gradient is not finite are left out and counted.
       monitor: measures the examples' gradients every `monitor.period` steps; None: never.
-      transport_dtype: 'bfloat16' halves what the sums over devices send; they are still added in float32. None: float32.
+      transport_dtype: 'bfloat16' halves what the sums over devices send, gradient and statistics, and rounds them
+        (`perex_t5x.per_example.collectives`). None: float32.
       kernels: whether TPUs use Pallas kernels for the statistics; False: XLA alone. Changes no number beyond rounding.
       unit: what the optimizer's statistics are taken over: 'example'; or 'token', every position at which a weight is
         applied (`perex_t5x.per_example.reductions.tokens`). The mean is the same. The monitor's unit is always the example.

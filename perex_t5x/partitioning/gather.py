@@ -25,10 +25,11 @@ def gather_by_spec(
     sent_as: Any = None,
     stages: Mapping[str, tuple[int, ...]] = _NONE,
     automatic: PartitionSpec | None = None,
+    transport: Any = None,
 ) -> jax.Array:
     """The whole parameter, in `dtype`, from this device's shard: an all-gather.
 
-    Its gradient is a reduce-scatter in the parameter's own dtype.
+    Its gradient is a reduce-scatter in the parameter's own dtype, or sent in a narrower one.
 
     Args:
       shard: this device's part along the axes that are sharded over data axes.
@@ -37,12 +38,15 @@ def gather_by_spec(
       sent_as: dtype to send it in, if it is not `dtype`.
       stages: `PjitPartitioner.scatter_stages`.
       automatic: its sharding over the other axes.
+      transport: dtype to send the gradient in; see `perex_t5x.per_example.collectives`. None: its own.
     """
     sharded = tuple((i, axes) for i, axes in enumerate(spec) if axes)
     if not sharded:
         return shard.astype(dtype)
     sent_as = jnp.dtype(sent_as or dtype)
-    return _gathered(shard, _Gather(sharded, tuple(stages.items()), automatic, jnp.dtype(dtype), sent_as, shard.dtype))
+    transport = None if transport is None else jnp.dtype(transport)
+    how = _Gather(sharded, tuple(stages.items()), automatic, jnp.dtype(dtype), sent_as, shard.dtype, transport)
+    return _gathered(shard, how)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,7 @@ class _Gather:
     dtype: Any
     sent_as: Any
     own_dtype: Any
+    transport: Any
 
     def on_shards(self, function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
         """The function with further axes manual: along automatic axes XLA would gather its collectives' operands first."""
@@ -80,7 +85,7 @@ def _gathered_backward(how: _Gather, _: None, whole: jax.Array) -> tuple[jax.Arr
     def scatter(x: jax.Array) -> jax.Array:
         for i, axes in reversed(how.sharded):
             stages = dict(how.stages).get(axes, ()) if isinstance(axes, str) else ()
-            x = collectives.scatter_over(x, names_of(axes), i, stages=stages)
+            x = collectives.scatter_over(x, names_of(axes), i, how.transport, stages)
         return x
 
     return (how.on_shards(scatter)(whole.astype(how.own_dtype)),)

@@ -66,13 +66,13 @@ class ParamShardings:
 
         return jax.tree.map(axes_of, self.shardings)
 
-    def gather(self, params: Any) -> Any:
-        """All parameters whole, for a model that does not gather them where it uses them."""
+    def gather(self, params: Any, transport: Any = None) -> Any:
+        """All parameters whole, for a model that does not gather them where it uses them; see `gather_by_spec`."""
 
         def whole(shard: jax.Array, sharding: NamedSharding) -> jax.Array:
             manual, automatic = self.partitioner.divided(sharding.spec)
             stages = self.partitioner.scatter_stages
-            return gather_by_spec(shard, manual, shard.dtype, stages=stages, automatic=automatic)
+            return gather_by_spec(shard, manual, shard.dtype, stages=stages, automatic=automatic, transport=transport)
 
         return jax.tree.map(whole, params, self.shardings)
 

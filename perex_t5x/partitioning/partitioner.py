@@ -14,7 +14,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -139,9 +139,12 @@ class PjitPartitioner:
         """Context in which the models' activation constraints apply; enter it while tracing."""
         return _entered(self, manual=False)
 
-    def manual(self) -> contextlib.AbstractContextManager[None]:
-        """The same inside a `shard_map` over the data axes: constraints are over `model` alone, parameters are shards."""
-        return _entered(self, manual=True)
+    def manual(self, transport: Any = None) -> contextlib.AbstractContextManager[None]:
+        """The same inside a `shard_map` over the data axes: constraints are over `model` alone, parameters are shards.
+
+        `transport` is the dtype in which gradients of gathered parameters are sent; None: their own.
+        """
+        return _entered(self, manual=True, transport=transport)
 
     def params_shardings(self, boxed_params: Any) -> Any:
         """Sharding of every parameter from its logical axis names (`nn.with_logical_partitioning`)."""
@@ -228,19 +231,25 @@ class PjitPartitioner:
         )
 
 
+class _Context(NamedTuple):
+    partitioner: PjitPartitioner
+    manual: bool  # whether the data axes are
+    transport: Any = None
+
+
 class _Contexts(threading.local):
     """The contexts entered in this thread: one program may be traced in the background while another is traced here."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[PjitPartitioner, bool]] = []  # (partitioner, whether the data axes are manual)
+        self.stack: list[_Context] = []
 
 
 _contexts = _Contexts()
 
 
 @contextlib.contextmanager
-def _entered(partitioner: PjitPartitioner, manual: bool) -> Iterator[None]:
-    _contexts.stack.append((partitioner, manual))
+def _entered(partitioner: PjitPartitioner, manual: bool, transport: Any = None) -> Iterator[None]:
+    _contexts.stack.append(_Context(partitioner, manual, transport))
     try:
         yield
     finally:
@@ -251,7 +260,7 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
     """Constrains an activation's sharding by logical names; the identity outside a partitioner's contexts."""
     if not _contexts.stack:
         return x
-    partitioner, manual = _contexts.stack[-1]
+    partitioner, manual, _ = _contexts.stack[-1]
     if partitioner.mesh.size == 1:
         return x
     spec = _current_spec(names)
@@ -290,7 +299,7 @@ def on_each_device(
     """
     if not _contexts.stack or _contexts.stack[-1][0].mesh.size == 1:
         return fn
-    partitioner, manual = _contexts.stack[-1]
+    partitioner, manual, _ = _contexts.stack[-1]
     inside = manual and bool(partitioner.batch_axes)  # a shard_map inside another refers to its mesh
     here = jax.sharding.get_abstract_mesh()
     axes = set(here.axis_names) - set(here.manual_axes) if inside else set(partitioner.mesh.axis_names)
@@ -306,7 +315,7 @@ def on_each_device(
 
 def _current_spec(names: Sequence[str | None]) -> PartitionSpec:
     """Over the mesh axes that are not manual in the current context."""
-    partitioner, manual = _contexts.stack[-1]
+    partitioner, manual, _ = _contexts.stack[-1]
     return logical_to_mesh_axes(names, partitioner.automatic_rules if manual else partitioner.logical_axis_rules)
 
 
@@ -315,7 +324,10 @@ def has_sharded_parameters() -> bool:
 
     True inside `PjitPartitioner.manual()` under rules that shard parameters over data axes (FSDP).
     """
-    return bool(_contexts.stack) and _contexts.stack[-1][1] and _contexts.stack[-1][0].shards_parameters_over_data
+    if not _contexts.stack:
+        return False
+    context = _contexts.stack[-1]
+    return context.manual and context.partitioner.shards_parameters_over_data
 
 
 def gather_parameter(
@@ -333,7 +345,7 @@ def gather_parameter(
     """
     if not has_sharded_parameters():
         return shard.astype(dtype)
-    partitioner = _contexts.stack[-1][0]
+    partitioner, _, transport = _contexts.stack[-1]
     spec, _ = partitioner.parameter_spec(names, shape)
     manual, automatic = partitioner.divided(spec)
-    return gather_by_spec(shard, manual, dtype, sent_as, partitioner.scatter_stages, automatic)
+    return gather_by_spec(shard, manual, dtype, sent_as, partitioner.scatter_stages, automatic, transport)

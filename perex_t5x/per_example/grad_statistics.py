@@ -77,7 +77,7 @@ def grad_statistics(
       data_axes: inside `jax.shard_map`, the mesh axes over which devices share the batch. The statistics are then those of
         all devices' examples, the same on each; parameters may be gathered inside the loss (FSDP), and each device then gets
         the statistics of its own part. Without `data_axes` they are of this device's examples.
-      transport_dtype: dtype in which sums travel between devices, such as jnp.bfloat16; they are added in their own. None:
+      transport_dtype: dtype in which sums travel between devices, such as jnp.bfloat16: see `per_example.collectives`. None:
         their own.
       shardings: a tree like the parameters, of `PartitionSpec` (inside `shard_map`, over its automatic axes) or
         `NamedSharding`: of the sums. With tensor parallelism give the parameters' shardings; without them the compiler may

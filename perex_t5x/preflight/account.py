@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,9 @@ from jax.tree_util import keystr
 
 from perex_t5x.cli.progress import Working
 from perex_t5x.gradients import gradient_with_statistics
-from perex_t5x.hardware.chips import Chip, peak_flops
+from perex_t5x.hardware.chips import peak_flops
 from perex_t5x.metrics import flops_per_step
-from perex_t5x.preflight.hlo.program import DCN, ICI, Collective
+from perex_t5x.preflight.overlap import network_seconds
 from perex_t5x.preflight.report_cache import ReportCache
 from perex_t5x.preflight.step import BatchSpec, CompileTarget, DoesNotFitError, StepReport
 
@@ -94,6 +93,13 @@ class PreflightReport:
         return self.seconds + sum(self.collective_seconds().values()) if self.seconds else None
 
     @property
+    def seconds_scheduled(self) -> float | None:
+        """`seconds` plus what the program's schedule does not hide of the collectives; see `perex_t5x.preflight.overlap`."""
+        if self.seconds_unhidden is None:
+            return None
+        return self.seconds_unhidden - sum(c.hidden_seconds for c in self.step.collectives)
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Of a step that takes `seconds`."""
         return self.target_tokens / self.seconds if self.seconds and self.target_tokens else None
@@ -107,6 +113,11 @@ class PreflightReport:
     def mfu_unhidden(self) -> float | None:
         """Of a step that takes `seconds_unhidden`."""
         return self._mfu(self.seconds_unhidden)
+
+    @property
+    def mfu_scheduled(self) -> float | None:
+        """Of a step that takes `seconds_scheduled`."""
+        return self._mfu(self.seconds_scheduled)
 
     def _mfu(self, seconds: float | None) -> float | None:
         peak = peak_flops(self.device_kind)
@@ -152,7 +163,7 @@ class PreflightReport:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         own = ("name", "devices", "device_kind", "batch", "examples", "target_tokens", "statistics", "fits", "seconds")
-        rates = ("seconds_unhidden", "tokens_per_second", "mfu", "mfu_unhidden")
+        rates = ("seconds_scheduled", "seconds_unhidden", "tokens_per_second", "mfu", "mfu_scheduled", "mfu_unhidden")
         return {name: getattr(self, name) for name in (*own, *rates)} | {
             "topology": self.target.topology or None,
             "slices": self.target.slices,
@@ -280,49 +291,6 @@ def loop_sizes(trainer: Trainer) -> dict[str, int]:
     if isinstance(trainer.model, models.EncoderDecoderModel) and config.num_encoder_layers != config.num_decoder_layers:
         return sizes | {"encoder layer": config.num_encoder_layers, "decoder layer": config.num_decoder_layers}
     return sizes | {"layer": config.num_decoder_layers}
-
-
-def network_seconds(collectives: Iterable[Collective], chip: Chip) -> dict[str, float]:
-    """Network -> seconds per step of all collectives, one after another, at published rates.
-
-    Within a slice a collective runs round a ring along one dimension of the torus, both ways at once: two links. With n
-    devices in a group, and S bytes of the whole array on one of them, the bytes that pass each device are
-
-    | kind | bytes |
-    |---|---|
-    | all-gather, reduce-scatter, collective-broadcast | S (n − 1) / n |
-    | all-reduce | 2 S (n − 1) / n |
-    | all-to-all | S n / 4: a quarter of the way round the ring on average |
-    | collective-permute | S, over one link |
-
-    Between slices the rate is a device's share of its host's network. Latency is not counted, and a group along several
-    dimensions of the torus could be faster than one ring: numbers to compare with, not measurements.
-
-    >>> from perex_t5x.hardware.chips import chip
-    >>> gather = Collective("all-gather", "g", 10**9, 1, ("data",), (10,), 10, ICI, group_size=16)
-    >>> network_seconds([gather], chip("v5e"))
-    {'ICI': 0.09375, 'DCN': 0.0}
-    """
-    seconds = {ICI: 0.0, DCN: 0.0}
-    for c in collectives:
-        if c.network:
-            seconds[c.network] += c.executions * _bytes_passing(c) / _rate(c, chip)
-    return seconds
-
-
-def _bytes_passing(c: Collective) -> float:
-    if c.kind == "collective-permute":
-        return c.bytes
-    if c.kind.endswith("all-to-all"):
-        return c.bytes * c.group_size / 4
-    rounds = 2 if c.kind == "all-reduce" else 1
-    return rounds * c.bytes * (c.group_size - 1) / c.group_size
-
-
-def _rate(c: Collective, chip: Chip) -> float:
-    if c.network == DCN:
-        return chip.dcn_bytes_per_second
-    return chip.link_bytes_per_second * (1 if c.kind == "collective-permute" else 2)
 
 
 # --- reductions of the statistics -------------------------------------------------------------------------------------

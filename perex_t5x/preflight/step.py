@@ -25,6 +25,7 @@ from perex_t5x.hardware.devices import native_noise_hidden, tpu_devices
 from perex_t5x.hardware.slices import canonical_topology, chip_of_topology, known_topologies, num_chips
 from perex_t5x.preflight.hlo.program import Collective, Program
 from perex_t5x.preflight.kernel_cycles import kernel_cycles
+from perex_t5x.preflight.overlap import with_hidden_seconds
 
 if TYPE_CHECKING:
     from perex_t5x.preflight.report_cache import ReportCache
@@ -294,6 +295,9 @@ def report(compiled: Any, mesh: Mesh, cache: ReportCache | None = None) -> StepR
         ) from e
     chip = chip_of(mesh.devices.flat[0])
     kernels = {} if chip is None else kernel_cycles(program, chip, cache)
+    collectives = tuple(program.collectives(mesh))
+    if chip is not None:
+        collectives = with_hidden_seconds(program, collectives, chip, kernels)
     return StepReport(
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
@@ -301,7 +305,7 @@ def report(compiled: Any, mesh: Mesh, cache: ReportCache | None = None) -> StepR
         temp_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
         cycles=program.cycles(kernels),
-        collectives=tuple(program.collectives(mesh)),
+        collectives=collectives,
         unestimated=tuple(e.instruction.name for e in program.unestimated(kernels)),
         chip=chip,
     )

@@ -196,12 +196,15 @@ def cross(eqns: Sequence[core.JaxprEqn], x: jax.Array, transport: Any) -> jax.Ar
             axis_names=p["newly_manual_axes"],
             check_vma=False,
         )(x)
-    whole = len(eqns) > 1 or last.params.get("axis_index_groups") is None
-    # In a narrower dtype the loss's own collective would also add in it: ours sends narrow and adds wide.
-    if transport is not None and whole and last.primitive.name == "reduce_scatter" and last.params["tiled"]:
-        return collectives.scatter_over(x, axes_of(last), last.params["scatter_dimension"], transport)
     for eqn in eqns:
-        (x,) = jaxprs.bind(eqn, [x])
+        # The loss's own collective would add in the narrow dtype on any number of devices: ours decides what is rounded.
+        if transport is not None and eqn.primitive.name == "reduce_scatter" and eqn.params["tiled"]:
+            p = eqn.params
+            x = jnp.moveaxis(x, p["scatter_dimension"], 0)
+            x = collectives.scatter_within(x, axes_of(eqn), p["axis_index_groups"], transport)
+            x = jnp.moveaxis(x, 0, p["scatter_dimension"])
+        else:
+            (x,) = jaxprs.bind(eqn, [x])
     return x
 
 

@@ -60,6 +60,7 @@ class Collective:
       part_of: 'all-gather' or 'reduce-scatter' for the permutations into which the compiler has broken one, to
         overlap it with the product that uses it; else ''.
       op_name: where in the traced function it comes from.
+      hidden_seconds: of a step, while others compute; see `perex_t5x.preflight.overlap`.
     """
 
     kind: str
@@ -74,6 +75,7 @@ class Collective:
     dtypes: tuple[str, ...] = ()
     part_of: str = ""
     op_name: str = field(default="", compare=False)
+    hidden_seconds: float = field(default=0.0, compare=False)
 
     @property
     def kind_name(self) -> str:
@@ -143,23 +145,20 @@ class Program:
         return self._cycles(Frame(self.computations[self.entry]), kernels or {})
 
     def _cycles(self, frame: Frame, kernels: Mapping[str, int]) -> int:
-        total = 0
-        for instruction in frame.computation:
-            own = _estimate(instruction)
-            inner = [self._trips.enter(frame, instruction, name) for name in _run_by(instruction)]
-            called = [self._cycles(computation, kernels) for computation in inner]
-            if own is not None:
-                total += own
-            elif instruction.name in kernels:
-                total += kernels[instruction.name]
-            elif instruction.opcode == "while":
-                trips = self._trips.of(frame, instruction)
-                total += sum(called) * (1 if trips is None else trips)
-            elif instruction.opcode == "conditional":
-                total += max(called, default=0)
-            else:
-                total += sum(called)
-        return total
+        return sum(self.instruction_cycles(frame, instruction, kernels) for instruction in frame.computation)
+
+    def instruction_cycles(self, frame: Frame, instruction: Instruction, kernels: Mapping[str, int]) -> int:
+        """Of one instruction of a frame, with everything that it runs; loops multiplied out."""
+        own = _estimate(instruction)
+        if own is not None:
+            return own
+        if instruction.name in kernels:
+            return kernels[instruction.name]
+        called = [self._cycles(self._trips.enter(frame, instruction, name), kernels) for name in _run_by(instruction)]
+        if instruction.opcode == "while":
+            trips = self._trips.of(frame, instruction)
+            return sum(called) * (1 if trips is None else trips)
+        return max(called, default=0) if instruction.opcode == "conditional" else sum(called)
 
     def unestimated(self, kernels: Collection[str] = ()) -> list[Executed]:
         """Kernels, except those given, and fusions without an estimate of cycles; collectives are not among them."""
