@@ -5,8 +5,9 @@
 
 Compiles the real, sharded train step of the Gin files and prints memory, cycles, collectives, the cost of the per-example
 statistics, and how each parameter's are reduced. --slices for several slices; --compare=adamw,micro_adam for columns side by
-side, each an optimizer or Gin files (a.gin+b.gin); --json and --html write files. Where the step does not fit, a change that
-makes it fit is searched for, unless --no_search. Exit code 0 if everything fits, 1 if not. Needs the extra perex_t5x[tpu].
+side, each an optimizer or Gin files (a.gin+b.gin); --breakdown for where the cycles go; --json and --html write files. Where
+the step does not fit, a change that makes it fit is searched for, unless --no_search. Exit code 0 if everything fits, 1 if
+not. Needs the extra perex_t5x[tpu].
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ def _main(args: Any) -> int:
     import jax
 
     from perex_t5x.cli import progress
-    from perex_t5x.preflight import account, render, render_html, report_cache, search, step
+    from perex_t5x.preflight import account, kernel_cycles, render, render_html, report_cache, search, step
 
     columns = search.cases(args.gin_file, args.gin_bindings, args.gin_search_paths, args.compare)
     # JAX's cache cannot read programs for devices that are not there, and would warn about each.
     jax.config.update("jax_enable_compilation_cache", False)
-    cache, line = report_cache.ReportCache(report_cache.default_folder()), progress.Working()
+    schedules = kernel_cycles.Schedules() if args.schedules else None
+    cache, line = report_cache.ReportCache(report_cache.default_folder(), schedules), progress.Working()
     reports, searches = [], []
     for case in columns:
         case.parse()
@@ -49,7 +51,7 @@ def _main(args: Any) -> int:
     if args.html:
         shown = shlex.join(["python", "-m", "perex_t5x.preflight", *sys.argv[1:]])
         _write(args.html, render_html.html_page(reports, searches, shown))
-    render.show(reports, searches, sys.stdout)
+    render.show(reports, searches, sys.stdout, args.breakdown)
     return Reason.ERROR.exit_code if any(r.fits is False for r in reports) else 0
 
 
@@ -77,6 +79,10 @@ def define_flags() -> None:
     )
     flags.DEFINE_string("json", None, "Write the whole report to this file, as JSON.")
     flags.DEFINE_string("html", None, "Write a page with plots to this file.")
+    flags.DEFINE_bool("breakdown", False, "Also print where the cycles go: attention, projections, MLP, copies, ...")
+    flags.DEFINE_bool(
+        "schedules", False, "Static schedules of all instructions in the lower bound; more than twice the compile time."
+    )
     flags.DEFINE_bool("no_search", False, "Where the step does not fit, do not search for a change that makes it fit.")
 
 

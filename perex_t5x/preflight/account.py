@@ -119,6 +119,11 @@ class PreflightReport:
         """Of a step that takes `seconds_scheduled`."""
         return self._mfu(self.seconds_scheduled)
 
+    @property
+    def mfu_bound(self) -> float | None:
+        """Of a step that takes the lower bound of its cycles, all collectives hidden."""
+        return self._mfu(self.step.bound / self.step.chip.clock_hz) if self.seconds and self.step.bound else None
+
     def _mfu(self, seconds: float | None) -> float | None:
         peak = peak_flops(self.device_kind)
         return self.flops / seconds / (peak * self.devices) if seconds and self.flops and peak else None
@@ -163,8 +168,9 @@ class PreflightReport:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         own = ("name", "devices", "device_kind", "batch", "examples", "target_tokens", "statistics", "fits", "seconds")
-        rates = ("seconds_scheduled", "seconds_unhidden", "tokens_per_second", "mfu", "mfu_scheduled", "mfu_unhidden")
-        return {name: getattr(self, name) for name in (*own, *rates)} | {
+        rates = ("seconds_scheduled", "seconds_unhidden", "tokens_per_second")
+        mfus = ("mfu", "mfu_scheduled", "mfu_unhidden", "mfu_bound")
+        return {name: getattr(self, name) for name in (*own, *rates, *mfus)} | {
             "topology": self.target.topology or None,
             "slices": self.target.slices,
             "refusal": self.refusal or None,
@@ -172,6 +178,9 @@ class PreflightReport:
             "peak_bytes": self.step.peak_bytes if self.step else None,
             "memory": self.memory_parts(),
             "cycles": (self.step.cycles or None) if self.step else None,
+            "cycles_bound": (self.step.bound or None) if self.step else None,
+            "bound_has_schedules": self.step.has_schedules if self.step else None,
+            "breakdown": [dataclasses.asdict(part) for part in self.step.parts] if self.step else [],
             "collective_seconds": self.collective_seconds(),
             "model_flops": self.flops,
             "unestimated": list(self.step.unestimated) if self.step else [],

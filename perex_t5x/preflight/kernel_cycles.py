@@ -1,4 +1,4 @@
-"""Cycles of Pallas kernels, for which the compiled program has no estimate.
+"""Static schedules: the cycles of Pallas kernels, for which the compiled program has no estimate, and of all instructions.
 
 Each kernel of a program is compiled again, alone, in a process whose compiler writes down the static schedule, and counts
 
@@ -57,6 +57,8 @@ _EXIT = re.compile(r"%(\w+) = scmp\.ge\.[su]32\.totalorder %\w+, (\d+) /\* loop 
 _START = re.compile(r"Start(?:/End empty)? region (\d+)")
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")  # `jax.experimental.pallas.ops.tpu.splash_attention`
 _WINDOW = re.compile(r"The window shape is \w+\[([\d,]*)\], while the full shape is \w+\[([\d,]*)\]")
+
+_DUMPED = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt$")
 
 _DELAY = 4  # bundles after a branch that run regardless
 _LARGE = 64  # shorter conditional parts count as if they always ran
@@ -296,6 +298,42 @@ def chunks_of(schedule: Schedule) -> tuple[int, int]:
     """(examples, chunks of the sequence) of a kernel of `per_example.kernels.matmul`."""
     block, array = next((b, a) for b, a in schedule.windows if len(a) == 3)
     return array[0], math.ceil(array[1] / block[1])
+
+
+class Schedules:
+    """The static schedules of all instructions of the programs that this process compiles for TPUs.
+
+    The compiler writes them into a temporary folder: hundreds of megabytes for a large model, and more than twice the time
+    to compile. Its flags hold for a whole process and from its first use on, so create this before any TPU is described.
+    """
+
+    def __init__(self):
+        self._folder = tempfile.TemporaryDirectory(prefix="perex_t5x_schedules_", ignore_cleanup_errors=True)
+        flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} --xla_jf_dump_to={self._folder.name} {_FLAGS}"
+        os.environ["LIBTPU_INIT_ARGS"] = flags.strip()
+
+    def clear(self) -> None:
+        """Forgets what was compiled so far."""
+        for path in Path(self._folder.name).iterdir():
+            path.unlink()
+
+    def of(self, program: Program) -> dict[str, int]:
+        """Instruction -> cycles of one run, for the program that was compiled last; kernels are not among them.
+
+        The compiler schedules equal instructions once, so one that is missing has the schedule of its like.
+        """
+        texts = {m[1]: path for path in sorted(Path(self._folder.name).iterdir()) if (m := _DUMPED.match(path.name))}
+        counted = {e.instruction.name: e for e, _ in program.counted()}
+        cycles = {name: parse_schedule(texts[name].read_text()).cycles() for name in counted if name in texts}
+        alike = {_signature(counted[name]): count for name, count in cycles.items()}
+        return {name: alike[_signature(e)] for name, e in counted.items() if _signature(e) in alike} | cycles
+
+
+def _signature(e: Executed) -> tuple[Any, ...]:
+    """Equal for instructions that do the same."""
+    instruction = e.instruction
+    operands = tuple(e.frame.computation[name].shape for name in instruction.operands)
+    return instruction.opcode, instruction.shape, operands, instruction.attribute(r'"estimated_cycles":"(\d+)"')
 
 
 # --- in that process --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from perex_t5x.per_example.coverage import kernel_cell
 from perex_t5x.preflight.account import COMPARED, ParameterReduction, PreflightReport
+from perex_t5x.preflight.breakdown import CALIBRATION, Part
 from perex_t5x.preflight.hlo.program import DCN, ICI, Collective
 
 if TYPE_CHECKING:
@@ -25,11 +26,14 @@ NONE = "-"
 _REDUCTIONS = ("parameter", "shape on a device", "reduction", "bytes held", "kernel", "note")
 _COLLECTIVES = ("collective", "axes", "where", "per step", "arrays", "type", "bytes each", "bytes per step", "over")
 _SMALL = 1000  # bytes
+BREAKDOWN = ("part", "cycles", "share", "of it recomputed", "lower bound", "instructions")
 _WIDTH = 160  # where the output is no terminal
 
 
-def show(reports: Sequence[PreflightReport], searches: Sequence[Search], stream: TextIO) -> None:
-    """Prints the table, what would make a step fit, the collectives and the reductions."""
+def show(
+    reports: Sequence[PreflightReport], searches: Sequence[Search], stream: TextIO, breakdown: bool = False
+) -> None:
+    """Prints the table, what would make a step fit, the collectives and the reductions; also where the cycles go."""
     console = Console(file=stream, highlight=False, width=None if stream.isatty() else _WIDTH)
     for line in dict.fromkeys(described(r) for r in reports):
         console.print(escape(line), soft_wrap=True)
@@ -39,6 +43,8 @@ def show(reports: Sequence[PreflightReport], searches: Sequence[Search], stream:
     console.print(top)
     if any(r.plain for r in reports):
         console.print(f"Compared with {COMPARED}.", style="dim", soft_wrap=True)
+    if any(r.mfu for r in reports):
+        console.print(CALIBRATION, style="dim", soft_wrap=True)
     for report in reports:
         if report.refusal:
             console.print(f"\n{escape(report.name)}: {escape(report.refusal)}", soft_wrap=True)
@@ -46,7 +52,7 @@ def show(reports: Sequence[PreflightReport], searches: Sequence[Search], stream:
         console.print()
         for line in search.lines():
             console.print(escape(line), soft_wrap=True)
-    for title, header, rows in tables(reports):
+    for title, header, rows in tables(reports, breakdown):
         console.print(f"\n{escape(title)}", style="bold", soft_wrap=True)
         table = _table(*header)
         for row in rows:
@@ -74,14 +80,34 @@ def described(report: PreflightReport) -> str:
     return f"{report.target}, {report.devices} x {report.device_kind}: {report.batch}"
 
 
-def tables(reports: Sequence[PreflightReport]) -> list[tuple[str, Row, list[Row]]]:
-    """(title, header, rows) of the collectives and the reductions of every configuration that has some."""
+def tables(reports: Sequence[PreflightReport], breakdown: bool = True) -> list[tuple[str, Row, list[Row]]]:
+    """(title, header, rows) of the cycles' parts, collectives and reductions of every configuration that has some."""
     compiled = [r for r in reports if r.step]
+    parts = [(f"cycles of {r.name}", BREAKDOWN, breakdown_rows(r.step.parts)) for r in compiled if breakdown]
     collectives = [
         (f"collectives of {r.name}", _COLLECTIVES, collective_rows(r.step.collectives, r.loops)) for r in compiled
     ]
     reductions = [(f"statistics of {r.name}", _REDUCTIONS, reduction_rows(r.reductions)) for r in reports]
-    return [table for table in (*collectives, *reductions) if table[2]]
+    return [table for table in (*parts, *collectives, *reductions) if table[2]]
+
+
+def breakdown_rows(parts: Sequence[Part]) -> list[Row]:
+    """Rows of the table of the cycles' parts, the largest first, and their sums."""
+    if not parts:
+        return []
+    sums = (sum(getattr(part, name) for part in parts) for name in ("cycles", "recomputed", "bound", "instructions"))
+    total = Part("all", *sums)
+    return [
+        (
+            part.name,
+            short_count(part.cycles),
+            f"{part.cycles / max(total.cycles, 1):.1%}",
+            short_count(part.recomputed),
+            short_count(part.bound),
+            str(part.instructions),
+        )
+        for part in (*sorted(parts, key=lambda part: -part.cycles), total)
+    ]
 
 
 def summary_lines(reports: Sequence[PreflightReport]) -> list[Line]:
@@ -92,12 +118,14 @@ def summary_lines(reports: Sequence[PreflightReport]) -> list[Line]:
         *_by_name([r.memory_parts() for r in reports]),
         ("statistics", [", ".join(r.statistics) for r in reports]),
         ("cycles per step", [_cell(r.step and r.step.cycles, short_count) for r in reports]),
+        ("  lower bound", [_cell(r.step and r.step.bound, short_count) for r in reports]),
         ("seconds per step, all collectives hidden", [_cell(r.seconds, "{:.3g} s".format) for r in reports]),
         ("seconds per step, hidden as scheduled", [_cell(r.seconds_scheduled, "{:.3g} s".format) for r in reports]),
         ("seconds per step, none hidden", [_cell(r.seconds_unhidden, "{:.3g} s".format) for r in reports]),
         ("target tokens per second", [_tokens(r) for r in reports]),
         ("MFU", [_span(r.mfu_unhidden, r.mfu, "{:.1%}".format) for r in reports]),
         ("MFU, hidden as scheduled", [_cell(r.mfu_scheduled, "{:.1%}".format) for r in reports]),
+        ("MFU, lower bound of the cycles", [_cell(r.mfu_bound, "{:.1%}".format) for r in reports]),
         ("statistics against the plain gradient", ["" for _ in reports]),
         ("  cycles", [_cycles_ratio(r) for r in reports]),
         ("  temporaries", [_ratio(r, r.temp_ratio) for r in reports]),
@@ -234,11 +262,21 @@ def _range(values: Sequence[float], write: Callable[[Any], str]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table.
+
+    >>> print(markdown_table(("part", "cycles"), [("MLP", "7")]))
+    | part | cycles |
+    | --- | --- |
+    | MLP | 7 |
+    """
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
+
+
 def collectives_text(table: Sequence[Sequence[str]], markdown: bool = False) -> str:
     """Rows of `collective_rows` below their header, in columns or as Markdown."""
     if markdown:
-        lines = [_COLLECTIVES, ["---"] * len(_COLLECTIVES), *table]
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return markdown_table(_COLLECTIVES, table)
     lines = [_COLLECTIVES, *table]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

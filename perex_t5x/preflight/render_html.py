@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from perex_t5x.preflight.account import COMPARED, PreflightReport
+from perex_t5x.preflight.breakdown import CALIBRATION
 from perex_t5x.preflight.render import described, format_bytes, short_count, summary_lines, tables
 from perex_t5x.preflight.search import Search
 
@@ -56,6 +57,7 @@ def html_page(reports: Sequence[PreflightReport], searches: Sequence[Search], co
     if timed:
         body += ["<h2>Cycles per step</h2>", _stacked([(r.name, _cycle_parts(r)) for r in timed], short_count)]
         body.append('<p class="dim">Without collectives and instructions for which the compiler has no estimate.</p>')
+        body.append(f'<p class="dim">{escape(CALIBRATION)}</p>')
     traffic = [(r.name, {f"{k} over {axes} {n}": size for (n, k, axes), size in r.traffic().items()}) for r in reports]
     if any(parts for _, parts in traffic):
         body += ["<h2>Bytes per step in collectives</h2>", _stacked(traffic, format_bytes)]

@@ -14,6 +14,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,9 @@ from jax.sharding import Mesh
 from perex_t5x import files
 from perex_t5x.hardware import chips
 from perex_t5x.preflight import step
+from perex_t5x.preflight.breakdown import Part
 from perex_t5x.preflight.hlo.program import Collective
-from perex_t5x.preflight.kernel_cycles import tuples
+from perex_t5x.preflight.kernel_cycles import Schedules, tuples
 from perex_t5x.preflight.step import BatchSpec, DoesNotFitError, StepReport
 
 if TYPE_CHECKING:
@@ -37,10 +39,16 @@ def default_folder() -> Path:
 
 
 class ReportCache:
-    """`step.compile_step` and `step.report` with a cache on disk; `folder=None`: without one."""
+    """`step.compile_step` and `step.report` with a cache on disk.
 
-    def __init__(self, folder: Path | None = None):
+    Args:
+      folder: where the reports are; None: none is kept.
+      schedules: where this process's compiler writes down static schedules; None: the lower bounds go without.
+    """
+
+    def __init__(self, folder: Path | None = None, schedules: Schedules | None = None):
         self._folder = folder
+        self._schedules = schedules
 
     def report(self, trainer: Trainer, batch_spec: BatchSpec) -> StepReport:
         """The report of a trainer's step; raises `DoesNotFitError` where it does not fit."""
@@ -48,11 +56,14 @@ class ReportCache:
 
     def report_of(self, lowered: Any, mesh: Mesh) -> StepReport:
         """The report of a lowered program for the devices of a mesh; raises as `report` does."""
-        name = f"{_key(lowered.as_text(), str(mesh.shape), str(_devices(mesh)))}.json"
+        scheduled = ("schedules",) if self._schedules else ()
+        name = f"{_key(lowered.as_text(), str(mesh.shape), str(_devices(mesh)), *scheduled)}.json"
         values = self._read(name)
         if values is None:
+            if self._schedules:
+                self._schedules.clear()
             try:
-                report = step.report(step.compile_lowered(lowered), mesh, self)
+                report = step.report(step.compile_lowered(lowered), mesh, self, self._schedules)
                 values = {"report": dataclasses.asdict(dataclasses.replace(report, chip=None))}
             except DoesNotFitError as e:
                 values = {"refusal": e.refusal}
@@ -89,6 +100,7 @@ def _kernel_name(kernel: str, chip: str) -> str:
 def _key(*parts: str) -> str:
     """A hash of these, of the compiler's version and flags, and of the source files that read its output."""
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH")]
+    flags = [re.sub(r"--xla_jf_dump\w+=\S+", "", value).strip() for value in flags]  # change nothing in the program
     return hashlib.sha256("\0".join([*parts, *flags, *_versions(), _sources()]).encode()).hexdigest()
 
 
@@ -119,4 +131,6 @@ def _from_json(values: Mapping[str, Any], mesh: Mesh) -> StepReport:
     """A report from the values that `ReportCache.report_of` keeps; the chip is the mesh's."""
     values = tuples(values)
     collectives = tuple(Collective(**c) for c in values["collectives"])
-    return StepReport(**values | {"collectives": collectives, "chip": chips.chip_of(mesh.devices.flat[0])})
+    parts = tuple(Part(**part) for part in values["parts"])
+    chip = chips.chip_of(mesh.devices.flat[0])
+    return StepReport(**values | {"collectives": collectives, "parts": parts, "chip": chip})

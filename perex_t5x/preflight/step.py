@@ -23,8 +23,9 @@ from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.hardware.chips import Chip, chip_of
 from perex_t5x.hardware.devices import native_noise_hidden, tpu_devices
 from perex_t5x.hardware.slices import canonical_topology, chip_of_topology, known_topologies, num_chips
+from perex_t5x.preflight.breakdown import Part, breakdown
 from perex_t5x.preflight.hlo.program import Collective, Program
-from perex_t5x.preflight.kernel_cycles import kernel_cycles
+from perex_t5x.preflight.kernel_cycles import Schedules, kernel_cycles
 from perex_t5x.preflight.overlap import with_hidden_seconds
 
 if TYPE_CHECKING:
@@ -241,6 +242,8 @@ class StepReport:
       collectives: one entry for each in the program, with its executions per step.
       unestimated: names of instructions that take time and have no estimate.
       chip: of the devices; None for a CPU.
+      parts: where the cycles go, and the lower bound of each part; empty for a CPU.
+      has_schedules: whether that bound has the static schedules of all instructions, not of the kernels alone.
     """
 
     argument_bytes: int
@@ -252,6 +255,13 @@ class StepReport:
     collectives: tuple[Collective, ...]
     unestimated: tuple[str, ...]
     chip: Chip | None
+    parts: tuple[Part, ...] = ()
+    has_schedules: bool = False
+
+    @property
+    def bound(self) -> int:
+        """No step of this program takes fewer cycles: see `breakdown`."""
+        return sum(part.bound for part in self.parts)
 
     @property
     def peak_bytes(self) -> int:
@@ -283,7 +293,9 @@ def program_text(compiled: Any) -> str:
     return module.to_string(options)
 
 
-def report(compiled: Any, mesh: Mesh, cache: ReportCache | None = None) -> StepReport:
+def report(
+    compiled: Any, mesh: Mesh, cache: ReportCache | None = None, schedules: Schedules | None = None
+) -> StepReport:
     """Reads a compiled program; the cycles of its kernels are kept in `cache`."""
     memory = compiled.memory_analysis()
     try:
@@ -308,4 +320,6 @@ def report(compiled: Any, mesh: Mesh, cache: ReportCache | None = None) -> StepR
         collectives=collectives,
         unestimated=tuple(e.instruction.name for e in program.unestimated(kernels)),
         chip=chip,
+        parts=() if chip is None else breakdown(program, chip, kernels, schedules and schedules.of(program)),
+        has_schedules=schedules is not None and chip is not None,
     )

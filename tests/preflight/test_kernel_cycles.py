@@ -11,7 +11,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from perex_t5x.hardware.chips import chip
 from perex_t5x.hardware.devices import tpu_devices
 from perex_t5x.per_example.kernels import matmul, tiles
-from perex_t5x.preflight import account, kernel_cycles, step
+from perex_t5x.preflight import account, breakdown, kernel_cycles, step
 from perex_t5x.preflight.hlo.program import Program
 from perex_t5x.preflight.kernel_cycles import Kernel, kernel_of, parse_schedule
 from perex_t5x.preflight.report_cache import ReportCache
@@ -203,6 +203,14 @@ def test_kernels_are_in_the_step_that_preflight_compiles(on):
     assert jax.default_backend() == "cpu"
     text = step.compile_step(trainer, spec).as_text()
     assert (matmul.NAME in text) == on
+    program, seven = Program(text), 7  # of the kernels, to find them again
+    kernels = {e.instruction.name: seven for e in program.executed() if e.instruction.is_kernel}
+    parts = {part.name: part for part in breakdown.breakdown(program, chip("v5e"), kernels)}
+    assert sum(part.cycles for part in parts.values()) == program.cycles(kernels)
+    known = {"attention", "projections", "MLP", "head and loss", "embedding", "norms and rotary", "optimizer"}
+    assert known | {breakdown.STATISTICS} <= parts.keys()
+    assert parts["other"].cycles < 0.1 * program.cycles(kernels)
+    assert 0 < sum(part.bound for part in parts.values()) < program.cycles(kernels)
     said = {f.parameter: f.kernel for f in account.reductions_of_step(trainer, spec)}
     assert said["decoder/layers/mlp/wo/kernel"] == ("" if on else "kernels are turned off")
     assert said["decoder/decoder_norm/scale"] is None

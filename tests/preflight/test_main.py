@@ -184,7 +184,7 @@ def test_the_command_writes_its_files(on_cpus, kept, tmp_path, monkeypatch, caps
     args = types.SimpleNamespace(
         gin_file=[*FILES, "optimizers/micro_adam.gin"], gin_search_paths=[], topology=None,
         gin_bindings=[*BINDINGS, "models.T5Config.num_decoder_layers = 2"],
-        slices=None, devices=4, compare=["meshes/fsdp.gin"], no_search=False,
+        slices=None, devices=4, compare=["meshes/fsdp.gin"], no_search=False, breakdown=True, schedules=False,
         json=f"{tmp_path}/found.json", html=f"{tmp_path}/found.html",
     )  # fmt: skip
     assert preflight_command._main(args) == 0
@@ -201,7 +201,7 @@ def test_the_command_writes_its_files(on_cpus, kept, tmp_path, monkeypatch, caps
 @pytest.mark.slow
 def test_the_command_for_a_slice(tmp_path):
     """Columns side by side, nothing of libtpu's noise, and from the cache the second time."""
-    flags = (*RUN, "--gin.BATCH_SIZE=16", "--topology=v5e:2x2", "--compare=adamw,micro_adam")
+    flags = (*RUN, "--gin.BATCH_SIZE=16", "--topology=v5e:2x2", "--compare=adamw,micro_adam", "--breakdown")
     first = run(*flags, cache=tmp_path)
     assert first.returncode == 0, first.stderr
     assert all(re.match(r"(adamw|micro_adam): [\w' :]+", line) for line in first.stderr.splitlines())
@@ -212,6 +212,17 @@ def test_the_command_for_a_slice(tmp_path):
     second = run(*flags, cache=tmp_path)
     assert second.stdout == first.stdout
     assert set((tmp_path / "perex_t5x" / "preflight").iterdir()) == kept
+    assert "norms and rotary" in first.stdout and "Calibration: MaxText" in first.stdout
+    # Schedules can only raise the lower bound, and change nothing else.
+    values = []
+    for more in ((), ("--schedules",)):
+        assert run(*flags, f"--json={tmp_path}/found.json", *more, cache=tmp_path).returncode == 0
+        values.append(json.loads((tmp_path / "found.json").read_text())["cases"][0])
+    plain, scheduled = values
+    assert (plain["bound_has_schedules"], scheduled["bound_has_schedules"]) == (False, True)
+    assert 0 < plain["cycles_bound"] < scheduled["cycles_bound"]
+    assert plain["cycles"] == scheduled["cycles"] == sum(part["cycles"] for part in plain["breakdown"])
+    assert scheduled["mfu"] < scheduled["mfu_bound"] < plain["mfu_bound"]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from perex_t5x.preflight import report_cache, step
+from perex_t5x.preflight.breakdown import Part
 from perex_t5x.preflight.hlo.program import Collective
 from tests import tiny
 
@@ -13,7 +14,8 @@ FILES = ["models/tiny.gin", "runs/pretrain.gin"]
 BINDINGS = [b for b in tiny.BINDINGS if "TASK_NAME" not in b and "TASK_MODULE" not in b]
 BINDINGS.append("models.T5Config.num_decoder_layers = 1")
 COLLECTIVE = Collective("all-gather", "x.1", 8, 1, ("data",), (4, None), 4, "ICI", 2, ("f32",), "", "step/x")
-REPORT = step.StepReport(1, 2, 3, 4, 5, 6, (COLLECTIVE,), ("kernel.1",), None)
+PART = Part("attention", 6, 2, 5, 3)
+REPORT = step.StepReport(1, 2, 3, 4, 5, 6, (COLLECTIVE,), ("kernel.1",), None, (PART,))
 
 
 def built(devices, *bindings):
@@ -25,7 +27,7 @@ def compiled(monkeypatch):
     """In the compiler's place: counts what it is asked for."""
     calls = []
     monkeypatch.setattr(step, "compile_lowered", calls.append)
-    monkeypatch.setattr(step, "report", lambda compiled, mesh, cache: REPORT)
+    monkeypatch.setattr(step, "report", lambda compiled, mesh, cache, schedules: REPORT)
     return calls
 
 

@@ -28,8 +28,10 @@ def bind(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
 
 def bind_with(eqn: core.JaxprEqn, arguments: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Applies the primitive of an equation with other parameters."""
-    # Some primitives (custom_jvp_call, ...) store their parameters in another form than `bind` takes them.
-    out = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(params))
+    # With its name, by which profiles and preflight tell the parts of a step apart.
+    with jax.named_scope(str(eqn.source_info.name_stack)):
+        # Some primitives (custom_jvp_call, ...) store their parameters in another form than `bind` takes them.
+        out = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 

@@ -142,23 +142,32 @@ class Program:
         Args:
           kernels: name -> cycles of Pallas kernels, which have none either: see `kernel_cycles`.
         """
-        return self._cycles(Frame(self.computations[self.entry]), kernels or {})
+        return _total(self.counted(kernels))
 
-    def _cycles(self, frame: Frame, kernels: Mapping[str, int]) -> int:
-        return sum(self.instruction_cycles(frame, instruction, kernels) for instruction in frame.computation)
+    def counted(self, kernels: Mapping[str, int] | None = None) -> list[tuple[Executed, int]]:
+        """The instructions that `cycles` adds up, with the cycles of one run of each."""
+        return self._counted(Frame(self.computations[self.entry]), (), kernels or {})
 
     def instruction_cycles(self, frame: Frame, instruction: Instruction, kernels: Mapping[str, int]) -> int:
         """Of one instruction of a frame, with everything that it runs; loops multiplied out."""
+        return _total(self._counted_in(frame, instruction, (), kernels))
+
+    def _counted(self, frame: Frame, loops: tuple, kernels: Mapping[str, int]) -> list[tuple[Executed, int]]:
+        return [entry for i in frame.computation for entry in self._counted_in(frame, i, loops, kernels)]
+
+    def _counted_in(
+        self, frame: Frame, instruction: Instruction, loops: tuple, kernels: Mapping[str, int]
+    ) -> list[tuple[Executed, int]]:
         own = _estimate(instruction)
+        own = kernels.get(instruction.name) if own is None else own
         if own is not None:
-            return own
-        if instruction.name in kernels:
-            return kernels[instruction.name]
-        called = [self._cycles(self._trips.enter(frame, instruction, name), kernels) for name in _run_by(instruction)]
-        if instruction.opcode == "while":
-            trips = self._trips.of(frame, instruction)
-            return sum(called) * (1 if trips is None else trips)
-        return max(called, default=0) if instruction.opcode == "conditional" else sum(called)
+            return [(Executed(instruction, frame, loops), own)]
+        inside = (*loops, self._trips.of(frame, instruction)) if instruction.opcode == "while" else loops
+        inner = [self._trips.enter(frame, instruction, name) for name in _run_by(instruction)]
+        called = [self._counted(computation, inside, kernels) for computation in inner]
+        if instruction.opcode == "conditional":
+            return max(called, key=_total, default=[])
+        return [entry for entries in called for entry in entries]
 
     def unestimated(self, kernels: Collection[str] = ()) -> list[Executed]:
         """Kernels, except those given, and fusions without an estimate of cycles; collectives are not among them."""
@@ -260,6 +269,10 @@ class _DeviceNumbers:
         names = self._mesh.axis_names
         differ = [bool(np.any(grid != np.take(grid, [0], axis=i))) for i in range(grid.ndim)]
         return tuple(name for name, does in zip(names, differ, strict=True) if does), len(set(self._slice_of)), DCN
+
+
+def _total(counted: list[tuple[Executed, int]]) -> int:
+    return sum(own * e.executions for e, own in counted)
 
 
 def _estimate(instruction: Instruction) -> int | None:
