@@ -34,6 +34,7 @@ from perex_t5x.data import lookup, streaming
 from perex_t5x.data.feed import Feed, batch_spec, make_feed
 from perex_t5x.errors import ConfigError
 from perex_t5x.goodput import Recorder, process_begun
+from perex_t5x.hardware.compiler_options import describe_options
 from perex_t5x.metrics import MetricsWriter
 from perex_t5x.models import protocol
 from perex_t5x.partitioning import PjitPartitioner
@@ -256,7 +257,8 @@ class Training:
         """Writes model-info.txt and config.gin."""
         if distributed.is_writer():
             setup = self.setup
-            lines = [setup.summary, setup.computation]
+            options = describe_options(setup.trainer.used_compiler_options())
+            lines = [setup.summary, setup.computation, options]
             run_dir.write_model_info(self.model_dir, setup.boxed_params, setup.shardings.params, lines)
             self._args.summarize_config_fn(self.model_dir, None, 0)
 

@@ -21,6 +21,7 @@ from jax.tree_util import keystr
 from perex_t5x import optimizers
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.gradients import Batch, Gradient, GradientOptions, batch_gradient, gradient_with_statistics
+from perex_t5x.hardware.compiler_options import check_options, options_for
 from perex_t5x.models.protocol import Model
 from perex_t5x.monitoring import Monitor
 from perex_t5x.optimizers.learning_rate import drive_learning_rate, rate_of_built
@@ -76,6 +77,8 @@ class Trainer:
       transport_dtype: 'bfloat16' halves what the sums over devices send, gradient and statistics, and rounds them
         (`perex_t5x.per_example.collectives`). None: float32.
       kernels: whether TPUs use Pallas kernels for the statistics; False: XLA alone. Changes no number beyond rounding.
+      compiler_options: {name: value} of the compiler, added to those of `perex_t5x.hardware.compiler_options` or instead of
+        them, for all programs of this trainer.
       unit: what the optimizer's statistics are taken over: 'example'; or 'token', every position at which a weight is
         applied (`perex_t5x.per_example.reductions.tokens`). The mean is the same. The monitor's unit is always the example.
     """
@@ -96,12 +99,15 @@ class Trainer:
         transport_dtype: str | None = None,
         kernels: bool = True,
         unit: str = "example",
+        compiler_options: Mapping[str, Any] | None = None,
     ):
         self.model = model
         self.partitioner = partitioner
         self.learning_rate_fn = as_schedule(learning_rate_fn)
         self.weight_metrics_computer = weight_metrics_computer
         self.monitor = monitor
+        self.compiler_options = compiler_options
+        check_options(compiler_options)
         self.options = GradientOptions(
             num_microbatches=1 if num_microbatches is None else num_microbatches,
             microbatch_size=microbatch_size,
@@ -254,6 +260,12 @@ class Trainer:
         replicated = self.partitioner.replicated
         return self._lowered(self.eval_step, params_shapes, params_shardings, batch_spec, replicated).compile()
 
+    def used_compiler_options(self) -> dict[str, Any]:
+        """Name -> value of what every program of this trainer is compiled with; raises `ConfigError` for a wrong one."""
+        devices = list(self.partitioner.mesh.devices.flat)
+        own = [d for d in devices if d.process_index == jax.process_index()]
+        return options_for((own or devices)[0], self.compiler_options)
+
     def _lowered(
         self,
         function: Callable[..., Any],
@@ -267,6 +279,7 @@ class Trainer:
         """function(state or parameters, batch, *scalars), traced for the mesh."""
         batch_sharding = {name: self.partitioner.data_sharding for name in batch_spec}
         in_shardings = (shardings, batch_sharding, *(self.partitioner.replicated for _ in scalars))
+        options |= {"compiler_options": self.used_compiler_options()}
         step = jax.jit(function, in_shardings=in_shardings, out_shardings=out_shardings, **options)
         with self.partitioner.constraints():
             return step.lower(shapes, dict(batch_spec), *scalars)

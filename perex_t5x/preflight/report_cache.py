@@ -52,12 +52,17 @@ class ReportCache:
 
     def report(self, trainer: Trainer, batch_spec: BatchSpec) -> StepReport:
         """The report of a trainer's step; raises `DoesNotFitError` where it does not fit."""
-        return self.report_of(step.lower_step(trainer, batch_spec), trainer.partitioner.mesh)
+        lowered, options = step.lower_step(trainer, batch_spec), trainer.used_compiler_options()
+        return self.report_of(lowered, trainer.partitioner.mesh, options)
 
-    def report_of(self, lowered: Any, mesh: Mesh) -> StepReport:
-        """The report of a lowered program for the devices of a mesh; raises as `report` does."""
+    def report_of(self, lowered: Any, mesh: Mesh, options: Mapping[str, Any] | None = None) -> StepReport:
+        """The report of a lowered program for the devices of a mesh; raises as `report` does.
+
+        `options` are those that the program was given (`jax.jit(..., compiler_options=...)`), which its text does not have.
+        """
+        given = str(sorted((options or {}).items()))
         scheduled = ("schedules",) if self._schedules else ()
-        name = f"{_key(lowered.as_text(), str(mesh.shape), str(_devices(mesh)), *scheduled)}.json"
+        name = f"{_key(lowered.as_text(), given, str(mesh.shape), str(_devices(mesh)), *scheduled)}.json"
         values = self._read(name)
         if values is None:
             if self._schedules:

@@ -49,7 +49,8 @@ def test_other_programs_and_places_are_others(tmp_path, compiled, monkeypatch):
     compiler.report(*built(jax.devices()[:2], "optax.adamw.b1 = 0.8"))
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--some_flag=1")
     compiler.report(*built(jax.devices()[:2]))
-    assert len(compiled) == 4
+    compiler.report(*built(jax.devices()[:2], "trainer.Trainer.compiler_options = {'xla_cpu_enable_fast_math': False}"))
+    assert len(compiled) == 5
 
 
 def test_refusals_are_kept_too(tmp_path, monkeypatch):
