@@ -98,7 +98,7 @@ class MultiHeadAttention(nn.Module):
         if context.splash:
             swapped = (x.swapaxes(1, 2) for x in (query, key, value))
             y_BxTxNxH = splash.attend(*swapped, context.segment_ids_BxT).swapaxes(1, 2)
-            return named(self.out(y_BxTxNxH), "out")  # the kernels name their results, "context", themselves
+            return self.out(y_BxTxNxH)  # the kernels name their results, "context", themselves
         return self._attend(query, key, value, context.mask, context.bias, context.is_causal)
 
     def cross_attention(self, x_BxTxD: jax.Array, context: LayerContext) -> jax.Array:
@@ -137,7 +137,7 @@ class MultiHeadAttention(nn.Module):
             y_BxTxNxH = jax.nn.dot_product_attention(
                 query, key, value, bias=bias, mask=mask, is_causal=is_causal, scale=scale
             )
-        return named(self.out(named(y_BxTxNxH, "context")), "out")
+        return self.out(named(y_BxTxNxH, "context"))
 
     @property
     def _scale(self) -> float:
@@ -235,7 +235,9 @@ def rotary_tables(positions_BxT: jax.Array, head_dim: int, max_wavelength: float
     frequencies_H = jnp.asarray(np.tile(max_wavelength**-exponents_F, 2), jnp.float32)
     angles_BxTxH = positions_BxT.astype(jnp.float32)[..., None] * frequencies_H[None, None, :]
     angles_BxTx1xH = angles_BxTxH[:, :, None, :]
-    return jnp.sin(angles_BxTx1xH), jnp.cos(angles_BxTx1xH)
+    tables = jnp.sin(angles_BxTx1xH), jnp.cos(angles_BxTx1xH)
+    # Once, not in every layer: XLA would rather compute them again than read them.
+    return jax.lax.optimization_barrier(tables) if for_tpu() else tables
 
 
 def apply_rotary(x_BxTxNxH: jax.Array, rotary: Rotary) -> jax.Array:

@@ -54,14 +54,49 @@ class RMSNorm(nn.Module):
     config: T5Config
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+    def __call__(self, x_BxTxD: jax.Array, inverse_BxTx1: jax.Array | None = None) -> jax.Array:
+        """`inverse_BxTx1` is `carried_rms(x)`, where it has been computed with x."""
         wide = self.config.wide_dtype
         scale_D = parameter(self, "scale", nn.initializers.ones_init(), ("embed",), (x_BxTxD.shape[-1],), wide)
-        x_BxTxD = x_BxTxD.astype(wide)
-        mean_square_BxTx1 = jnp.mean(jnp.square(x_BxTxD), axis=-1, keepdims=True)
-        y_BxTxD = x_BxTxD * jax.lax.rsqrt(mean_square_BxTx1 + 1e-6)
         scale_1x1xD = scale_D.reshape((1,) * (x_BxTxD.ndim - 1) + (-1,))
-        return (y_BxTxD * scale_1x1xD).astype(self.config.compute_dtype)
+        if inverse_BxTx1 is None:
+            inverse_BxTx1 = inverse_rms(x_BxTxD, wide)
+            y_BxTxD = x_BxTxD.astype(wide) * inverse_BxTx1 * scale_1x1xD
+        else:
+            y_BxTxD = _scaled(x_BxTxD, inverse_BxTx1, scale_1x1xD)
+        return y_BxTxD.astype(self.config.compute_dtype)
+
+
+def inverse_rms(x_BxTxD: jax.Array, wide: jnp.dtype) -> jax.Array:
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x_BxTxD.astype(wide)), axis=-1, keepdims=True) + 1e-6)
+
+
+def carried_rms(x_BxTxD: jax.Array, config: T5Config) -> jax.Array | None:
+    """1 / sqrt(mean(x²) + 1e-6) where x is computed, for the `RMSNorm` of it; None where that is no gain.
+
+    On TPUs the product that gives x sums its squares as they leave the matrix unit. Where the norm is in the next step of
+    a scan, the sum would be a pass over the memory of its own, and another one in the recomputation.
+    """
+    return jax.lax.stop_gradient(inverse_rms(x_BxTxD, config.wide_dtype)) if for_tpu() else None
+
+
+@jax.custom_vjp
+def _scaled(x_BxTxD: jax.Array, inverse_BxTx1: jax.Array, scale_1x1xD: jax.Array) -> jax.Array:
+    """x · inverse · scale, differentiated with inverse = inverse_rms(x)."""
+    return x_BxTxD.astype(scale_1x1xD.dtype) * inverse_BxTx1 * scale_1x1xD
+
+
+def _scaled_backward(residuals: tuple[jax.Array, ...], y_bar_BxTxD: jax.Array) -> tuple[jax.Array, ...]:
+    x_BxTxD, inverse_BxTx1, scale_1x1xD = residuals
+    normed_BxTxD = x_BxTxD.astype(scale_1x1xD.dtype) * inverse_BxTx1
+    scale_bar_1x1xD = jnp.sum(y_bar_BxTxD * normed_BxTxD, axis=tuple(range(x_BxTxD.ndim - 1)), keepdims=True)
+    bar_BxTxD = y_bar_BxTxD * scale_1x1xD
+    along_BxTx1 = jnp.mean(bar_BxTxD * normed_BxTxD, axis=-1, keepdims=True)
+    x_bar_BxTxD = inverse_BxTx1 * (bar_BxTxD - normed_BxTxD * along_BxTx1)
+    return x_bar_BxTxD.astype(x_BxTxD.dtype), jnp.zeros_like(inverse_BxTx1), scale_bar_1x1xD
+
+
+_scaled.defvjp(lambda *x: (_scaled(*x), x), _scaled_backward)
 
 
 class Dense(nn.Module):
@@ -149,11 +184,27 @@ class MlpBlock(nn.Module):
     def __call__(self, x_BxTxD: jax.Array, keys_B: jax.Array | None) -> jax.Array:
         cfg = self.config
         single = len(cfg.mlp_activations) == 1
-        hidden_BxTxF = None
-        for i, activation in enumerate(cfg.mlp_activations):
+        branches = []
+        for i in range(len(cfg.mlp_activations)):
             wi = Dense((cfg.mlp_dim,), ("embed", "mlp"), cfg.compute_dtype, name="wi" if single else f"wi_{i}")
-            branch_BxTxF = ACTIVATIONS[activation](named(wi(x_BxTxD), "mlp_in"))
-            hidden_BxTxF = branch_BxTxF if hidden_BxTxF is None else hidden_BxTxF * branch_BxTxF
+            branches.append(named(wi(x_BxTxD), "mlp_in"))
+        if for_tpu():
+            branches = _cotangents_held(*branches)
+        branches = [ACTIVATIONS[name](branch) for name, branch in zip(cfg.mlp_activations, branches, strict=True)]
+        hidden_BxTxF = math.prod(branches[1:], start=branches[0])
         hidden_BxTxF = constrain(hidden_BxTxF, ("batch", "length", "mlp"))
         hidden_BxTxF = dropout.dropout(hidden_BxTxF, keys_B, dropout.INSIDE_MLP, cfg.dropout_rate)
         return Dense((cfg.emb_dim,), ("mlp", "embed"), cfg.compute_dtype, name="wo")(hidden_BxTxF)
+
+
+@jax.custom_vjp
+def _cotangents_held(*branches_BxTxF: jax.Array) -> tuple[jax.Array, ...]:
+    """The same values; their cotangents are computed once and held.
+
+    Two products take each cotangent, and XLA would compute the activations' derivatives again in the operands of both, at
+    up to half the cost of the product. Held, they are computed as the product before them leaves the matrix unit.
+    """
+    return branches_BxTxF
+
+
+_cotangents_held.defvjp(lambda *x: (x, None), lambda _, cotangents: jax.lax.optimization_barrier(cotangents))

@@ -15,8 +15,10 @@ from perex_t5x.errors import ConfigError
 from perex_t5x.models import attention, dropout, remat, splash
 from perex_t5x.models.attention import LayerContext, MultiHeadAttention, RelativePositionBias
 from perex_t5x.models.config import T5Config
-from perex_t5x.models.layers import Dense, Embed, MlpBlock, RMSNorm
+from perex_t5x.models.layers import Dense, Embed, MlpBlock, RMSNorm, carried_rms
 from perex_t5x.partitioning import constrain
+
+Carry = tuple[jax.Array, jax.Array | None]  # of layers: x [B, T, D], and `carried_rms(x)`
 
 __all__ = ["DecoderWrapper", "T5Config", "Transformer"]
 
@@ -158,8 +160,8 @@ class _Stack(nn.Module):
         x_BxTxD = dropout.dropout(x_BxTxD, outer_keys_B, dropout.AFTER_EMBEDDING, self.config.dropout_rate)
         return x_BxTxD, stack_keys_B, outer_keys_B
 
-    def _normed(self, x_BxTxD: jax.Array, outer_keys_B: jax.Array | None, name: str) -> jax.Array:
-        x_BxTxD = RMSNorm(self.config, name=name)(x_BxTxD)
+    def _normed(self, carry: Carry, outer_keys_B: jax.Array | None, name: str) -> jax.Array:
+        x_BxTxD = RMSNorm(self.config, name=name)(*carry)
         return dropout.dropout(x_BxTxD, outer_keys_B, dropout.BEFORE_LOGITS, self.config.dropout_rate)
 
 
@@ -185,8 +187,8 @@ class Encoder(_Stack):
             dropout_keys_B=stack_keys_B,
         )
         kind = {"self_attention": "attention", "scaled": False, "has_encoder": False}
-        x_BxSxD = apply_layers(cfg, cfg.num_encoder_layers, x_BxSxD, context, **kind)
-        return self._normed(x_BxSxD, outer_keys_B, "encoder_norm")
+        carry = apply_layers(cfg, cfg.num_encoder_layers, x_BxSxD, context, **kind)
+        return self._normed(carry, outer_keys_B, "encoder_norm")
 
 
 class Decoder(_Stack):
@@ -254,8 +256,8 @@ class Decoder(_Stack):
             splash=by_splash,
         )
         kind = {"self_attention": "self_attention", "scaled": not self.has_encoder, "has_encoder": self.has_encoder}
-        x_BxTxD = apply_layers(cfg, cfg.num_decoder_layers, x_BxTxD, context, **kind)
-        x_BxTxD = self._normed(x_BxTxD, outer_keys_B, "decoder_norm")
+        carry = apply_layers(cfg, cfg.num_decoder_layers, x_BxTxD, context, **kind)
+        x_BxTxD = self._normed(carry, outer_keys_B, "decoder_norm")
         if cfg.logits_via_embedding:
             logits_BxTxV = self.token_embedder.attend(x_BxTxD)
         else:
@@ -283,26 +285,31 @@ class Layer(nn.Module):
     has_encoder: bool
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array, layer_index: jax.Array | int, context: LayerContext):
+    def __call__(self, carry: Carry, layer_index: jax.Array | int, context: LayerContext) -> tuple[Carry, None]:
         cfg = self.config
+        x_BxTxD, inverse_BxTx1 = carry
         keys_B = dropout.fold(context.dropout_keys_B, layer_index + 1)
 
         def add(x_BxTxD: jax.Array, y_BxTxD: jax.Array, site: int) -> jax.Array:
             y_BxTxD = dropout.dropout(y_BxTxD, keys_B, site, cfg.dropout_rate)
             return constrain(x_BxTxD + y_BxTxD, ("batch", "length", "embed"))
 
-        y_BxTxD = RMSNorm(cfg, name=f"pre_{self.self_attention}_layer_norm")(x_BxTxD)
+        y_BxTxD = RMSNorm(cfg, name=f"pre_{self.self_attention}_layer_norm")(x_BxTxD, inverse_BxTx1)
         block = MultiHeadAttention(cfg, scaled=self.scaled, name=self.self_attention)
         x_BxTxD = add(x_BxTxD, block.self_attention(y_BxTxD, context), dropout.AFTER_SELF_ATTENTION)
+        # The sum, not the projection: the norm and its derivative need nothing else.
+        x_BxTxD, inverse_BxTx1 = remat.named((x_BxTxD, carried_rms(x_BxTxD, cfg)), "out")
         if self.has_encoder:
-            y_BxTxD = RMSNorm(cfg, name="pre_cross_attention_layer_norm")(x_BxTxD)
+            y_BxTxD = RMSNorm(cfg, name="pre_cross_attention_layer_norm")(x_BxTxD, inverse_BxTx1)
             block = MultiHeadAttention(cfg, scaled=False, name="encoder_decoder_attention")
             x_BxTxD = add(x_BxTxD, block.cross_attention(y_BxTxD, context), dropout.AFTER_CROSS_ATTENTION)
-        y_BxTxD = RMSNorm(cfg, name="pre_mlp_layer_norm")(x_BxTxD)
-        return add(x_BxTxD, MlpBlock(cfg, name="mlp")(y_BxTxD, keys_B), dropout.AFTER_MLP), None
+            x_BxTxD, inverse_BxTx1 = remat.named((x_BxTxD, carried_rms(x_BxTxD, cfg)), "out")
+        y_BxTxD = RMSNorm(cfg, name="pre_mlp_layer_norm")(x_BxTxD, inverse_BxTx1)
+        x_BxTxD = add(x_BxTxD, MlpBlock(cfg, name="mlp")(y_BxTxD, keys_B), dropout.AFTER_MLP)
+        return (x_BxTxD, carried_rms(x_BxTxD, cfg)), None
 
 
-def apply_layers(config: T5Config, num_layers: int, x_BxTxD: jax.Array, context: LayerContext, **kwargs) -> jax.Array:
+def apply_layers(config: T5Config, num_layers: int, x_BxTxD: jax.Array, context: LayerContext, **kwargs) -> Carry:
     """Applies `num_layers` layers; call it inside a compact method.
 
     Parameters are `layers_0`, `layers_1`, ... unrolled, or one `layers` whose leaves have a leading axis `layers`
@@ -316,10 +323,11 @@ def apply_layers(config: T5Config, num_layers: int, x_BxTxD: jax.Array, context:
     if policy is not None and context.mode == "train":
         # A scan's body cannot be merged with its own recomputation; unrolled layers could be, and must not.
         layer_cls = nn.remat(layer_cls, policy=policy, prevent_cse=not config.scan_layers)
+    carry = x_BxTxD, carried_rms(x_BxTxD, config)
     if not config.scan_layers:
         for i in range(num_layers):
-            x_BxTxD, _ = layer_cls(config=config, name=f"layers_{i}", **kwargs)(x_BxTxD, i, context)
-        return x_BxTxD
+            carry, _ = layer_cls(config=config, name=f"layers_{i}", **kwargs)(carry, i, context)
+        return carry
     scanned_cls = nn.scan(
         layer_cls,
         variable_axes={"params": 0, "cache": 0, "cross_cache": 0},
@@ -329,8 +337,8 @@ def apply_layers(config: T5Config, num_layers: int, x_BxTxD: jax.Array, context:
         metadata_params={nn.PARTITION_NAME: "layers"},
     )
     scanned = scanned_cls(config=config, name="layers", **kwargs)
-    x_BxTxD, _ = scanned(x_BxTxD, jnp.arange(num_layers, dtype=jnp.int32), context)
-    return x_BxTxD
+    carry, _ = scanned(carry, jnp.arange(num_layers, dtype=jnp.int32), context)
+    return carry
 
 
 def restack(params: dict) -> dict:

@@ -27,8 +27,8 @@ from perex_t5x.per_example.kernels.dispatch import for_tpu
 
 Policy = Callable[..., Any]
 
-# Attention's inputs (with their positions), its result for each head, the output projection's; the MLP's activations'
-# arguments, all of them under one name.
+# Attention's inputs (with their positions), its result for each head, the residual stream after its output projection;
+# the arguments of the MLP's activations, all of them under one name.
 NAMES = ("query", "key", "value", "context", "out", "mlp_in")
 
 PRESETS: Mapping[str, str] = MappingProxyType(
@@ -66,10 +66,10 @@ class Named:
     offload: tuple[str, ...] = ()
 
 
-def named(x: jax.Array, name: str) -> jax.Array:
-    """x, which policies may keep under this name."""
+def named(x: Any, name: str) -> Any:
+    """x, an array or a tree of them, which policies may keep under this name."""
     assert name in NAMES, name
-    return checkpoint_name(x, name)
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), x)
 
 
 def parse(policy: str) -> Named | None:

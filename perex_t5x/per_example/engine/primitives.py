@@ -77,8 +77,8 @@ ZERO_PRESERVING = {"convert_element_type", "neg", "reduce_precision", "copy"}
 ELEMENTWISE = {
     "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "div", "eq", "erf",
     "erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic",
-    "lt", "max", "min", "mul", "name", "ne", "neg", "not", "or", "pow", "reduce_precision", "rem", "round", "rsqrt",
-    "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+    "lt", "max", "min", "mul", "name", "ne", "neg", "not", "optimization_barrier", "or", "pow", "reduce_precision", "rem",
+    "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
 }  # fmt: skip
 
 # Reduce over the axes in `params["axes"]`; an axis of size one may be left out of them.
