@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from perex_t5x.per_example.engine.accumulate import Holding
 from perex_t5x.per_example.engine.request import Selected
 from perex_t5x.per_example.grad_statistics import grad_statistics
 from perex_t5x.per_example.kernels.dispatch import NOT_FOR_TPUS
@@ -51,12 +52,15 @@ class Coverage(tuple):
 
     Attributes:
       microbatch_sizes: examples at a time, by platform.
-      passes: 2 where clipping or skipping needs every gradient's norm before the first sum.
-      norm_reductions: parameter -> reduction in the first of two passes.
+      passes: 2 where clipping or skipping needs every gradient's norm before the first sum, and one backward pass would have
+        to hold more than `clip_memory`.
+      holdings: by platform, how norms come first, and the bytes held.
+      norm_reductions: parameter -> reduction of the norms, where they come first.
     """
 
     microbatch_sizes: dict[str, int]
     passes: int
+    holdings: dict[str, Holding]
     norm_reductions: dict[str, str]
 
     def __str__(self) -> str:
@@ -80,9 +84,17 @@ class Coverage(tuple):
         sizes = ", ".join(f"{size} on {name}" for name, size in self.microbatch_sizes.items() if name != "default")
         sizes = f"{sizes}, else {self.microbatch_sizes['default']}" if sizes else str(self.microbatch_sizes["default"])
         footer = [f"examples at a time: {sizes}"]
-        if self.passes == 2:
-            names = ", ".join(sorted(set(self.norm_reductions.values())))
-            footer.append(f"two passes: losses and backward passes are run twice, first for the norms ({names})")
+        names = ", ".join(sorted(set(self.norm_reductions.values())))
+        for platform, h in self.holdings.items():
+            on = f" on {platform}" if len(self.holdings) > 1 else ""
+            if h.passes == 2:
+                footer.append(
+                    f"two passes{on}: losses and backward passes are run twice, first for the norms ({names}); {h.why}"
+                )
+            elif h.strategy:
+                footer.append(
+                    f"one backward pass{on}: {h.strategy} are held until the norms are known, {h.bytes:,} bytes"
+                )
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", *footer])
 
 
@@ -103,7 +115,8 @@ def coverage(
         for name, leaf, r in zip(selected.names, selected.leaves(arguments), how.reductions, strict=True)
     )
     table.microbatch_sizes = how.microbatch_sizes
-    table.passes = compute.options.passes
+    table.holdings = how.holdings
+    table.passes = max(h.passes for h in how.holdings.values())
     norm_reductions = zip(selected.names, how.norm_reductions or (), strict=False)
     table.norm_reductions = {name: r.reduction for name, r in norm_reductions}
     return table

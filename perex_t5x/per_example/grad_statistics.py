@@ -10,15 +10,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from perex_t5x.per_example.engine.accumulate import ReductionTrace, accumulate, automatic_sizes, finish
+from perex_t5x.per_example.engine.accumulate import (
+    Holding,
+    ReductionTrace,
+    accumulate,
+    automatic_sizes,
+    choose_holding,
+    finish,
+)
 from perex_t5x.per_example.engine.references import METHODS
 from perex_t5x.per_example.engine.request import Inputs, Options, Request, Roles, parameter_filter
+from perex_t5x.per_example.reductions import held
 from perex_t5x.per_example.results import GradStatistics, PerExample
 from perex_t5x.per_example.statistic import Statistic, canonical
 
 NON_FINITE = ("keep", "skip", "raise")
 REDUCTIONS = ("mean", "sum")
 UNITS = ("example", "token")
+CLIP_MEMORY = 2 * 2**30  # bytes on a device
+CLIP_STRATEGIES = ("auto", *held.STRATEGIES)
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +56,8 @@ def grad_statistics(
     transport_dtype: Any = None,
     shardings: Any = None,
     kernels: bool = True,
+    clip_memory: float = CLIP_MEMORY,
+    clip_strategy: str = "auto",
 ) -> Compute:
     """Returns `compute(params, batch, ..., weights=None) -> (GradStatistics, PerExample)`.
 
@@ -70,9 +82,9 @@ def grad_statistics(
       parameters: which parameters, by name ('layers/w'): a regular expression to search for, or a function. The others
         are held constant, and the statistics have None in their place.
       norms: also the norm of each unit's gradient (before clipping).
-      clip_norm: each h_j is scaled to at most this norm, inside φ. Needs a pass for the norms first.
-      non_finite: 'keep'; 'skip': units whose loss or gradient norm is not finite are left out, which needs a pass as well;
-        or 'raise'.
+      clip_norm: each h_j is scaled to at most this norm, inside φ. Needs the norms first.
+      non_finite: 'keep'; 'skip': units whose loss or gradient norm is not finite are left out, which needs the norms first
+        as well; or 'raise'.
       strict: an error, naming the parameter, where a gradient would have to be materialised for all examples.
       data_axes: inside `jax.shard_map`, the mesh axes over which devices share the batch. The statistics are then those of
         all devices' examples, the same on each; parameters may be gathered inside the loss (FSDP), and each device then gets
@@ -84,6 +96,11 @@ def grad_statistics(
         let every device compute all of the sums. Changes no number beyond rounding.
       kernels: on TPUs, Pallas kernels for the matrix products that they can take (`coverage` says which); False: XLA's loop
         for the same sums everywhere. Changes no number beyond rounding.
+      clip_memory: where norms come first: bytes that may be held on a device from the norms to the statistics, 2 GiB unless
+        given, so that one backward pass is enough. Where more would be needed, losses and gradients are computed twice.
+        A smaller `microbatch_size` needs less. Changes no number beyond rounding.
+      clip_strategy: 'auto'; or, whatever its memory, 'gradients', 'factors' or 'two passes'
+        (`perex_t5x.per_example.reductions.held`).
 
     >>> import jax.numpy as jnp
     >>> loss = lambda w, x: jnp.sum((x @ w) ** 2)
@@ -97,11 +114,14 @@ def grad_statistics(
         ("reduction", reduction, REDUCTIONS),
         ("non_finite", non_finite, NON_FINITE),
         ("unit", unit, UNITS),
+        ("clip_strategy", clip_strategy, CLIP_STRATEGIES),
     ):
         if value not in known:
             raise ValueError(f"{name} = {value!r}: must be one of {', '.join(known)}.")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm = {clip_norm!r}: must be positive.")
+    if isinstance(clip_memory, bool) or not isinstance(clip_memory, int | float) or not clip_memory >= 0:
+        raise ValueError(f"clip_memory = {clip_memory!r}: must be a number of bytes, 0 or more.")
     if isinstance(microbatch_size, str) and microbatch_size != "auto":
         raise ValueError(f"microbatch_size = {microbatch_size!r}: must be a whole number, None or 'auto'.")
     options = Options(
@@ -123,6 +143,8 @@ def grad_statistics(
         transport=None if transport_dtype is None else _float_dtype(transport_dtype),
         shardings=shardings,
         kernels=kernels,
+        clip_memory=clip_memory,
+        clip_strategy=clip_strategy,
     )
     if unit == "token":
         _check_token_options(options)
@@ -162,6 +184,7 @@ class Compute:
     loss_fn: Callable[..., Any]
     options: Options
     _sizes: dict[Any, dict[str, int]] = dataclasses.field(default_factory=dict)
+    _holdings: dict[Any, Holding] = dataclasses.field(default_factory=dict)
 
     def __call__(
         self, *arguments: Any, weights: jax.Array | None = None, first_index: Any = 0
@@ -184,18 +207,22 @@ class Compute:
 
     def _run(self, arguments: tuple[Any, ...], weights: Any, first_index: Any) -> Any:
         request = Request.make(self.loss_fn, self.options, arguments, weights, first_index)
-        if self.options.microbatch_size != "auto":
-            return finish(request, *accumulate(request, request.inputs, request.microbatch))
         key = request.shapes()
+        if self.options.microbatch_size != "auto":
+            holding = self._holding(request, key, request.microbatch)
+            return finish(request, *accumulate(request, request.inputs, request.microbatch, holding))
         if key not in self._sizes:
             self._sizes[key] = automatic_sizes(request)
             _log.info("microbatch_size='auto': examples at a time: %s", self._sizes[key])
         sizes = self._sizes[key]
+        holdings = {p: self._holding(request, key, size // self.options.group_size) for p, size in sizes.items()}
         traces: list[ReductionTrace] = []
 
         def at(platform: str) -> Callable[..., Any]:
             def run(inputs: Inputs) -> Any:
-                *results, how = accumulate(request, inputs, sizes[platform] // self.options.group_size)
+                *results, how = accumulate(
+                    request, inputs, sizes[platform] // self.options.group_size, holdings[platform]
+                )
                 traces.append(how)
                 return tuple(results)
 
@@ -208,4 +235,13 @@ class Compute:
             by_platform = {name: at(name) for name in sizes}
             results = jax.lax.platform_dependent(request.inputs, **by_platform)
         sums, per_unit = results
-        return finish(request, sums, per_unit, dataclasses.replace(traces[-1], microbatch_sizes=sizes))
+        return finish(
+            request, sums, per_unit, dataclasses.replace(traces[-1], microbatch_sizes=sizes, holdings=holdings)
+        )
+
+    def _holding(self, request: Request, shapes: Any, micro: int) -> Holding:
+        if (shapes, micro) not in self._holdings:
+            self._holdings[shapes, micro] = choose_holding(request, micro)
+            if self.options.norms_first:
+                _log.info("norms first, %d units at a time: %s", micro, self._holdings[shapes, micro])
+        return self._holdings[shapes, micro]

@@ -17,28 +17,47 @@ from perex_t5x.per_example import collectives
 from perex_t5x.per_example.engine import jaxprs, shard_map
 from perex_t5x.per_example.engine.references import METHODS
 from perex_t5x.per_example.engine.request import Inputs, Options, Request, one_if_zero, trace
+from perex_t5x.per_example.reductions import held
 from perex_t5x.per_example.reductions.reducer import MATERIALISED, MIXED_UNITS, SHARED, ReductionResult
 from perex_t5x.per_example.results import GradStatistics, PerExample
 
 
 @dataclasses.dataclass(frozen=True)
+class Holding:
+    """How statistics that need the norms first are formed.
+
+    Attributes:
+      strategy: of `reductions.held`; '' where norms are not needed first.
+      bytes: kept from the norms to the statistics, of one microbatch on one device.
+      why: of two passes: why no other strategy.
+    """
+
+    strategy: str = ""
+    bytes: int = 0
+    why: str = ""
+
+    @property
+    def passes(self) -> int:
+        return 2 if self.strategy == held.TWO_PASSES else 1
+
+
+@dataclasses.dataclass(frozen=True)
 class ReductionTrace:
-    """How a request is computed: the reduction of each gradient, per pass, and the microbatch sizes by platform."""
+    """How a request is computed: each gradient's reduction, per pass; by platform, microbatch sizes and what is held."""
 
     reductions: list[ReductionResult]
     norm_reductions: list[ReductionResult] | None
     microbatch_sizes: dict[str, int]
+    holdings: dict[str, Holding] = dataclasses.field(default_factory=dict)
 
 
-def accumulate(request: Request, inputs: Inputs, micro: int) -> tuple[Any, Any, ReductionTrace]:
+def accumulate(request: Request, inputs: Inputs, micro: int, holding: Holding) -> tuple[Any, Any, ReductionTrace]:
     """(sums over all units, per-unit losses and norms, how)."""
     units = inputs.num_units
-    rows = (inputs.batch, inputs.indices_Mxb, inputs.weights_Mxb)
+    rows = _rows(inputs)
 
     def part(rows: Any, initial: Any) -> tuple[dict[str, Any], Any, ReductionTrace]:
-        batch, indices, weights = rows
-        chunk = dataclasses.replace(inputs, batch=batch, indices_Mxb=indices, weights_Mxb=weights)
-        return _reduce_chunk(request, chunk, initial)
+        return _reduce_chunk(request, _with_rows(inputs, rows), holding, initial)
 
     if micro == units:
         sums, per_unit, how = part(rows, None)
@@ -61,8 +80,71 @@ def accumulate(request: Request, inputs: Inputs, micro: int) -> tuple[Any, Any, 
         how = seen[0]
     # Transposes and the like once, after the last microbatch.
     sums["statistics"] = [r.finish(raw) for r, raw in zip(how.reductions, sums.pop("raw"), strict=True)]
-    how = dataclasses.replace(how, microbatch_sizes={"default": micro * request.options.group_size})
+    sizes = {"default": micro * request.options.group_size}
+    how = dataclasses.replace(how, microbatch_sizes=sizes, holdings={"default": holding})
     return sums, per_unit, how
+
+
+def choose_holding(request: Request, micro: int) -> Holding:
+    """The first strategy whose memory, counted in the program that will run, is within the budget."""
+    options = request.options
+    if not options.norms_first:
+        return Holding()
+    if options.method != "surgery":
+        return Holding(held.TWO_PASSES, why=f"method={options.method!r} keeps nothing")
+    forced = options.clip_strategy
+    if forced == held.TWO_PASSES:
+        return Holding(forced, why="clip_strategy asks for it")
+    strategies = [held.GRADIENTS, held.FACTORS] if forced == "auto" else [forced]
+    if options.strict and micro > 1 and forced == "auto":  # examples × parameter, if only within the budget
+        strategies.remove(held.GRADIENTS)
+    if options.unit == "token":
+        strategies = [held.LEAVES]
+    chunk = jax.tree.map(lambda x: x[:micro], _rows(request.inputs))
+    smallest, why = 0, ""
+    for strategy in strategies:
+        size, why = _held_bytes(request, chunk, strategy)
+        if why:
+            break
+        if forced != "auto" or size <= options.clip_memory:
+            return Holding(strategy, size)
+        smallest = min(size, smallest or size)
+    why = why or f"one pass would hold {smallest:,} bytes, clip_memory is {options.clip_memory:,.0f}"
+    return Holding(held.TWO_PASSES, why=why)
+
+
+def _held_bytes(request: Request, rows: Any, strategy: str) -> tuple[int, str]:
+    """(bytes that a pass for norms keeps, why it cannot), by tracing it."""
+    seen: list[tuple[int, str]] = []
+
+    def first_pass(rows: Any) -> None:
+        inputs = _with_rows(request.inputs, rows)
+        _, reduced = _first_pass(request, inputs, strategy)
+        nothing = [name for name, r in zip(request.selected.names, reduced, strict=True) if r.again is None]
+        why = f"the gradient of {nothing[0]} comes out of a branch or a shard_map" if nothing else ""
+        seen.append((held.held_bytes([r.held for r in reduced], inputs), why))
+
+    jax.eval_shape(first_pass, rows)
+    return seen[0]
+
+
+def _rows(inputs: Inputs) -> tuple[Any, Any, Any]:
+    """What has an axis of units."""
+    return inputs.batch, inputs.indices_Mxb, inputs.weights_Mxb
+
+
+def _with_rows(inputs: Inputs, rows: tuple[Any, Any, Any]) -> Inputs:
+    batch, indices, weights = rows
+    return dataclasses.replace(inputs, batch=batch, indices_Mxb=indices, weights_Mxb=weights)
+
+
+def _first_pass(request: Request, inputs: Inputs, strategy: str) -> Any:
+    """A pass for norms alone, for which there are cheaper reductions (`gram`); it keeps what `strategy` says."""
+    hold = "" if strategy == held.TWO_PASSES else strategy
+    context = dataclasses.replace(
+        request.context, statistics=(), num_examples=inputs.num_units, norms=True, unit="example", hold=hold
+    )
+    return METHODS[request.options.method](request, context, inputs, None)
 
 
 def _factor(request: Request) -> float:
@@ -97,24 +179,24 @@ def _over_devices(request: Request, sums: dict[str, Any], how: ReductionTrace) -
     return {**counts, "statistics": statistics}
 
 
-def _reduce_chunk(request: Request, inputs: Inputs, initial: Any) -> tuple[dict[str, Any], Any, ReductionTrace]:
+def _reduce_chunk(
+    request: Request, inputs: Inputs, holding: Holding, initial: Any
+) -> tuple[dict[str, Any], Any, ReductionTrace]:
     """Sums over the units given, added to `initial` (raw sums per gradient); and per-unit losses, norms, aux."""
     options, method = request.options, METHODS[request.options.method]
     units = inputs.num_units
     unit_weights = None if inputs.weights_Mxb is None else jnp.mean(inputs.weights_Mxb, axis=1)
-    norms, scales, first = None, None, None
-    if options.passes == 2:
-        # φ(c g) needs every example's c, and c its whole gradient's norm, before the first sum: a pass for norms alone, for
-        # which there are cheaper reductions (`gram`).
-        for_norms = dataclasses.replace(request.context, statistics=(), num_examples=units, norms=True, unit="example")
-        (losses, _), first = method(request, for_norms, inputs, None)
+    norms, scales, first, losses, aux = None, None, None, None, None
+    if holding.strategy:
+        # φ(c g) needs every example's c, and c its whole gradient's norm, before the first sum.
+        (losses, aux), first = _first_pass(request, inputs, holding.strategy)
         norms = _norms(first)
         if options.non_finite == "skip":
             finite = jnp.isfinite(norms) & jnp.all(jnp.isfinite(losses), axis=1)
             unit_weights = jnp.where(finite, 1.0 if unit_weights is None else unit_weights, 0.0)
         if options.clip_norm is not None:
             scales = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norms, jnp.finfo(norms.dtype).tiny))
-    wants_norms = options.passes == 1 and (options.norms or options.non_finite == "raise")
+    wants_norms = first is None and (options.norms or options.non_finite == "raise")
     context = dataclasses.replace(
         request.context,
         num_examples=units,
@@ -123,7 +205,11 @@ def _reduce_chunk(request: Request, inputs: Inputs, initial: Any) -> tuple[dict[
         norms=wants_norms,
         factor=_factor(request),
     )
-    (losses, aux), reduced = method(request, context, inputs, initial)
+    if first is not None and holding.passes == 1:
+        initials = [None] * len(first) if initial is None else initial
+        reduced = [r.again(context, r.held, i) for r, i in zip(first, initials, strict=True)]
+    else:
+        (losses, aux), reduced = method(request, context, inputs, initial)
     if wants_norms:
         norms = _norms(reduced)
     finite = jnp.all(jnp.isfinite(losses), axis=1)
@@ -151,7 +237,7 @@ def _reduce_chunk(request: Request, inputs: Inputs, initial: Any) -> tuple[dict[
         sums["positions"] = jnp.sum(jnp.where(w != 0, most, 0))
     if inputs.weights_Mxb is not None and inputs.weights_Mxb.shape[1] > 1:  # a stand-in's loss is not the example's
         losses, aux = jax.tree.map(lambda x: _blanked(x, inputs.weights_Mxb != 0), (losses, aux))
-    norms = norms if options.norms or options.passes == 2 else None
+    norms = norms if options.norms or options.norms_first else None
     per_unit = {"losses": losses, "aux": aux, "norms": norms, "bad": ~finite & (w != 0)}
     return sums, per_unit, ReductionTrace(reduced, first, {})
 

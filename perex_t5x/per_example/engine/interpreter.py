@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
@@ -29,7 +30,7 @@ from perex_t5x.per_example.engine.plan import (
     make_plan,
 )
 from perex_t5x.per_example.engine.rewrites import rewrite
-from perex_t5x.per_example.reductions import reducer, select_reduction
+from perex_t5x.per_example.reductions import held, reducer, select_reduction
 from perex_t5x.per_example.reductions.reducer import (
     MATERIALISED,
     MIXED_UNITS,
@@ -133,13 +134,16 @@ def run(
                 # A psum may be part of a producer as any other sum is; over the data axes it may not.
                 for eqn in eqns:
                     shard_map.refuse(eqn, [any(flags)], context.device_axes)
-                return select_reduction(ReductionSite(context, spec, node, values, flags))
+                site = ReductionSite(context, spec, node, values, flags)
+                return held.hold(site) if context.hold else select_reduction(site)
             case Materialized(var=v, reason=reason, small=small):
                 value, flag = read(v)
+                name, note = ("all at once", "") if small else (MATERIALISED, reason)
+                if context.hold:
+                    return held.hold_value(context, spec, value, flag, name, note)
                 # An unused parameter's zeros, a regulariser's gradient: nothing of it differs by example.
                 if not flag:
                     return reducer.shared(context, spec, spec.pre(jnp.asarray(value)))
-                name, note = ("all at once", "") if small else (MATERIALISED, reason)
                 return reducer.all_at_once(context, spec.pre(value), name, note, spec.initial)
         raise AssertionError(node)
 
@@ -197,7 +201,19 @@ def _concatenated(
         reduction=MIXED_UNITS if mixed else together.reduction,
         finish=finish,
         positions_N=some([p.positions_N for p in parts], lambda ps: jnp.max(jnp.stack(ps), axis=0)),
+        held=[p.held for p in parts],
+        again=some(
+            [p.again for p in parts], lambda agains: functools.partial(_concatenated_again, shape, starts, agains)
+        ),
     )
+
+
+def _concatenated_again(
+    shape: tuple[int, ...], starts: Sequence[Any], agains: Sequence[Any], context: Any, held: Any, initial: Any
+) -> ReductionResult:
+    initials = [None] * len(agains) if initial is None else initial
+    parts = [again(context, h, i) for again, h, i in zip(agains, held, initials, strict=True)]
+    return _concatenated(shape, starts, parts)
 
 
 def _described_together(parts: Sequence[ReductionResult]) -> ReductionResult:
@@ -231,8 +247,18 @@ def _sum_over_devices(
         sums = [x / shard_map.num_devices(axes) for x in sums]
     # `initial` after the collective: before it, every device's would be added. Finished first: the collective expects the
     # gradient's own order of elements.
+    before = mine.again
+
+    def again(context: ReductionContext, held: Any, initial: Any) -> ReductionResult:
+        assert before is not None
+        return _sum_over_devices(context, eqns, before(context, held, None), initial)
+
     return dataclasses.replace(
-        mine, raw=plus(initial, sums), finish=list, summed_over=tuple({*axes, *mine.summed_over})
+        mine,
+        raw=plus(initial, sums),
+        finish=list,
+        summed_over=tuple({*axes, *mine.summed_over}),
+        again=None if before is None else again,
     )
 
 
@@ -254,6 +280,8 @@ def _enter_cond(
     # Reduced inside each branch: a gradient that leaves `cond` would exist for all examples.
     index, *operands = values
     operands = [jnp.asarray(x) for x in operands]
+    # Branches may reduce differently, so what they would keep differs, too: nothing is kept.
+    context = dataclasses.replace(context, hold="")
     branches = [jaxprs.inline(b) for b in eqn.params["branches"]]
     out_flags = [any(f) for f in zip(*(jaxprs.batched_outputs(b.jaxpr, flags[1:]) for b in branches), strict=True)]
     out_flags = [f and i not in specs for i, f in enumerate(out_flags)]
@@ -330,14 +358,15 @@ def _enter_scan(
             jaxprs.for_all(r, n) if needs_axis and not has_axis else r
             for r, needs_axis, has_axis in zip(results[:num_carry], carry_flags, result_flags[:num_carry], strict=True)
         ]
-        seen.update(flags=result_flags[num_carry:], reduced=reduced)
+        kept = _Kept.of({i: r.held for i, r in reduced.items()}, consts, x)
+        seen.update(flags=result_flags[num_carry:], reduced=reduced, kept=kept)
         # In the carry, XLA updates one layer of the sums in place; scanned over, they would be a second buffer of that size.
         totals_L = {i: jax.tree.map(lambda t, r: t.at[at].set(r), totals_L[i], reduced[i].raw) for i in totals_L}
         raws = {i: r.raw for i, r in reduced.items() if i not in totals_L}
         counts = {i: (r.squares_N, r.positions_N) for i, r in reduced.items()}
-        return (new_carry, totals_L), (results[num_carry:], raws, counts)
+        return (new_carry, totals_L), (results[num_carry:], raws, counts, kept.new)
 
-    (carry, totals_L), (ys, raws, counts) = scan.scan(
+    (carry, totals_L), (ys, raws, counts, new) = scan.scan(
         step,
         (carry, initial_L),
         (xs, steps),
@@ -359,7 +388,80 @@ def _enter_scan(
         raw = totals_L[i] if i in totals_L else raws[i]
         finish = functools.partial(_finish_layers, r.finish)
         reductions[i] = dataclasses.replace(r, raw=raw, squares_N=squares, finish=finish, positions_N=positions)
+        if r.again is not None:
+            reductions[i].held, reductions[i].again = seen["kept"].for_layers(i, r.again, xs, new, eqn)
     return [*carry, *ys], [*carry_flags, *y_flags], reductions
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """What the body of a scan keeps for later: values of the outside, rows of what it scans over, and new ones to stack."""
+
+    held: dict[int, Any]  # by result
+    places: dict[int, tuple[str, int]]  # id of a value -> where it is found outside
+    new: list[Any]
+
+    @classmethod
+    def of(cls, held: dict[int, Any], consts: Sequence[Any], x: Sequence[Any]) -> _Kept:
+        places = {id(v): ("outside", k) for k, v in enumerate(consts)}
+        places |= {id(v): ("scanned", k) for k, v in enumerate(x)}
+        new: list[Any] = []
+        for v in jax.tree.leaves(held):
+            # Stacked once, however many products have it as an input.
+            if id(v) not in places and isinstance(v, Tracer):
+                places[id(v)] = ("new", len(new))
+                new.append(v)
+        return cls(held, places, new)
+
+    def for_layers(self, index: int, again: Any, xs: Sequence[Any], new: Sequence[Any], eqn: core.JaxprEqn) -> Any:
+        """(what is kept of result `index` of all layers, how to reduce it)."""
+        leaves, tree = jax.tree.flatten(self.held[index])
+        values, stacked = [], []
+        for v in leaves:
+            where, k = self.places.get(id(v), ("outside", 0))
+            values.append(v if where == "outside" else {"scanned": xs, "new": new}[where][k])
+            stacked.append(where != "outside")
+        return values, functools.partial(_layers_again, again, tree, stacked, eqn)
+
+
+def _layers_again(
+    again: Any,
+    tree: Any,
+    stacked: Sequence[bool],
+    eqn: core.JaxprEqn,
+    context: ReductionContext,
+    held: Sequence[Any],
+    initial_L: Any,
+) -> ReductionResult:
+    """The reduction of a gradient that a scan stacks, from what its steps have kept."""
+    rows = [h for h, s in zip(held, stacked, strict=True) if s]
+    length = eqn.params["length"]
+    seen: list[ReductionResult] = []
+
+    def step(totals_L: Any, x: Any) -> Any:
+        row, at = x
+        mine = iter(row)
+        here = tree.unflatten([next(mine) if s else h for h, s in zip(held, stacked, strict=True)])
+        r = again(context, here, None if totals_L is None else jax.tree.map(lambda t: t[at], totals_L))
+        seen[:] = [r]
+        if totals_L is None:
+            return None, (r.raw, r.positions_N)
+        return jax.tree.map(lambda t, layer: t.at[at].set(layer), totals_L, r.raw), (None, r.positions_N)
+
+    totals_L, (raws, positions_LxN) = scan.scan(
+        step,
+        initial_L,
+        (rows, jnp.arange(length)),
+        length=length,
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+        late=lambda: bool(seen[0].summed_over),
+    )
+    (r,) = seen
+    positions = None if positions_LxN is None else jnp.max(positions_LxN, axis=0)
+    finish = functools.partial(_finish_layers, r.finish)
+    raw = raws if initial_L is None else totals_L
+    return dataclasses.replace(r, raw=raw, finish=finish, positions_N=positions)
 
 
 def _finish_layers(finish: Callable[[Any], list[jax.Array]], raw_L: Any) -> list[jax.Array]:
@@ -377,7 +479,8 @@ def _enter_shard_map(
     def local(values: Sequence[Any], weights_N: Any, scales_N: Any) -> Any:
         here = {i: ReductionSpec(spec.pre) for i, spec in specs.items()}
         # Values in here do not carry the axes they vary over (check_vma=False below), so zeros need not be cast to them.
-        mine = dataclasses.replace(context, weights_N=weights_N, scales_N=scales_N, varying=frozenset())
+        # What is kept would have to leave the region, and how it is divided is not known: nothing is.
+        mine = dataclasses.replace(context, weights_N=weights_N, scales_N=scales_N, varying=frozenset(), hold="")
         body = jaxprs.inline(jaxprs.closed(p["jaxpr"]), manual=True)
         results, result_flags, reduced = run(body, values, flags, here, mine)
         seen.update(reduced=reduced)

@@ -210,10 +210,13 @@ class Options:
     transport: Any = None
     shardings: Any = None
     kernels: bool = True
+    clip_memory: float = 0.0
+    clip_strategy: str = "auto"
 
     @property
-    def passes(self) -> int:
-        return 2 if self.clip_norm is not None or self.non_finite == "skip" else 1
+    def norms_first(self) -> bool:
+        """Whether every example's norm must be known before the first sum."""
+        return self.clip_norm is not None or self.non_finite == "skip"
 
 
 @jax.tree_util.register_dataclass

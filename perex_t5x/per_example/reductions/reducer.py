@@ -10,6 +10,7 @@
 | `gram` | only norms are wanted of a matrix product with a short sequence | N × sequence² |
 | `per token` | unit='token' | φ(S)ᵀ φ(R) over examples and positions |
 | `shared` | a gradient that is the same for all examples | φ once |
+| `held` | norms come first, and gradients are kept until then (`reductions.held`) | N × the gradient |
 | `materialised` | what could not be followed | N × the parameter |
 
 Every reduction adds to `ReductionSpec.initial` where given, so that microbatches accumulate in place.
@@ -35,6 +36,7 @@ MATERIALISED = "materialised"
 SHARED = "shared"
 MIXED_UNITS = "partly per token"
 Unary = Callable[[jax.Array], jax.Array]
+Again = Callable[["ReductionContext", Any, Any], "ReductionResult"]
 
 
 def at_least_f32(x: jax.Array) -> jax.Array:
@@ -54,6 +56,8 @@ class ReductionResult:
       positions_N: with unit='token', the real positions of each example; None where the unit is the example.
       summed_over: mesh axes over which the sums are of all devices' examples already.
       kernel: why TPUs use XLA's loop and not the kernel; '' where they use the kernel, None where there is no kernel.
+      held, again: in a pass for norms that keeps what the statistics can be formed from: the arrays, and the function
+        (context, held, sums to add to) -> ReductionResult. `again` closes over no arrays; None where nothing is kept.
     """
 
     raw: Any
@@ -65,11 +69,17 @@ class ReductionResult:
     positions_N: jax.Array | None = None
     summed_over: tuple[str, ...] = ()
     kernel: str | None = None
+    held: Any = None
+    again: Again | None = None
 
     def then(self, fn: Unary) -> ReductionResult:
         """With `fn` applied to the finished sums."""
-        finish = self.finish
-        return dataclasses.replace(self, finish=lambda raw: [fn(x) for x in finish(raw)])
+        finish, again = self.finish, self.again
+        return dataclasses.replace(
+            self,
+            finish=lambda raw: [fn(x) for x in finish(raw)],
+            again=None if again is None else lambda *arguments: again(*arguments).then(fn),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +91,7 @@ class ReductionContext:
       weights_N: w_n, outside φ; None: all 1. Examples of weight 0 are selected away, so that their NaN do no harm.
       scales_N: c_n, inside φ (clipping): φ(c_n g_n); None: all 1. Norms are of the gradient before scaling.
       norms: whether Σ g_n² is wanted.
+      hold: what to keep for statistics that are formed later: a strategy of `reductions.held`; '': nothing.
       unit: 'example' or 'token'.
       factor: of all sums, known beforehand: 1 / the number of all devices' examples makes them averages at no cost.
       kernels: whether TPUs may use Pallas kernels.
@@ -95,6 +106,7 @@ class ReductionContext:
     weights_N: jax.Array | None = None
     scales_N: jax.Array | None = None
     norms: bool = False
+    hold: str = ""
     unit: str = "example"
     factor: float = 1.0
     kernels: bool = True

@@ -348,7 +348,7 @@ def test_compiles_for_tpus(topology, monkeypatch):
     kinds = set()
     kind = tiles.device_kind
     monkeypatch.setattr(tiles, "device_kind", lambda: kinds.add(kind()) or kind())
-    options = dict(with_weights=True, clip_norm=1.0, microbatch_size=2, norms=True)
+    options = dict(with_weights=True, clip_norm=1.0, clip_strategy="two passes", microbatch_size=2, norms=True)
     compiled = compile_for(mesh, on_mesh(mesh, **options), length=200)
     assert jax.default_backend() == "cpu"
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') >= 2

@@ -201,10 +201,11 @@ def test_other_platforms_get_the_untiled_loop(monkeypatch):
 
 def test_norms_of_a_first_pass_use_the_gram_matrices():
     loss, params, batch = tied(False)
-    table = per_example.coverage(loss, params, batch, clip_norm=1.0)
+    two_passes = dict(clip_norm=1.0, clip_strategy="two passes")
+    table = per_example.coverage(loss, params, batch, **two_passes)
     assert table.passes == 2 and table.norm_reductions == {"e": "sparse + dense"}
     wide = lambda w, x: jnp.sum(jnp.tanh(x @ w))  # noqa: E731
-    table = per_example.coverage(wide, jnp.ones((20, 30)), normal(0, N, 3, 20), clip_norm=1.0)
+    table = per_example.coverage(wide, jnp.ones((20, 30)), normal(0, N, 3, 20), **two_passes)
     assert set(table.norm_reductions.values()) == {"gram"}
     assert "two passes" in str(table) and "gram" in str(table)
     assert per_example.coverage(wide, jnp.ones((20, 30)), normal(0, N, 3, 20)).passes == 1
