@@ -13,9 +13,9 @@ round has left in the queue of metrics is written before the next one begins, an
 10 seconds after which a part of the metrics is uploaded.
 
 The second times mean and mean square of a small model's per-example gradients, computed by a loop, `vmap`,
-`optax.microbatching.micro_grad` and the engine (`surgery`; `two passes` with clip_norm), beside the plain gradient. Every
-program runs all at once and at its own best microbatch size, the plain gradient too; times are ratios to it, with quartiles.
-Temporary memory is the compiler's. A readable summary goes to stderr.
+`optax.microbatching.micro_grad` and the engine (`surgery`; with clip_norm `clipped`, in one backward pass, and `two
+passes`), beside the plain gradient. Every program runs all at once and at its own best microbatch size, the plain gradient
+too; times are ratios to it, with quartiles. Temporary memory is the compiler's. A readable summary goes to stderr.
 
 Whatever is compared takes turns in every round. Cycles on a TPU, without one: `python -m perex_t5x.preflight.overhead`.
 """

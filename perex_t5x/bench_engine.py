@@ -127,7 +127,10 @@ def _programs(loss: Callable[..., Any], examples: int) -> dict[str, Callable[[in
         "vmap": lambda micro: grad_statistics(loss, method="vmap", microbatch_size=micro),
         "micro_grad": micro_grad,
         "surgery": lambda micro: grad_statistics(loss, microbatch_size=micro),
-        "two passes": lambda micro: grad_statistics(loss, microbatch_size=micro, clip_norm=1.0),
+        "clipped": lambda micro: grad_statistics(loss, microbatch_size=micro, clip_norm=1.0),
+        "two passes": lambda micro: grad_statistics(
+            loss, microbatch_size=micro, clip_norm=1.0, clip_strategy="two passes"
+        ),
     }
 
 

@@ -25,6 +25,7 @@ from perex_t5x import per_example
 from perex_t5x.errors import ConfigError
 from perex_t5x.partitioning import ParamShardings
 from perex_t5x.per_example import GradStatistics, Statistic, collectives
+from perex_t5x.per_example.reductions.held import CLIP_MEMORY
 from perex_t5x.train_state import TrainState, example_keys
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class GradientOptions:
     non_finite: str = "keep"
     transport_dtype: str | None = None
     kernels: bool = True
+    clip_memory: float = CLIP_MEMORY
 
     def examples_at_a_time(self, on_device: int) -> int | str | None:
         """The engine's `microbatch_size` for this many examples on a device."""
@@ -152,6 +154,7 @@ def gradient_with_statistics(
         data_axes=data_axes,
         transport_dtype=options.transport_dtype,
         kernels=options.kernels,
+        clip_memory=options.clip_memory,
         shardings=shardings.auto_specs(),
     )
 

@@ -27,6 +27,7 @@ from perex_t5x.monitoring import Monitor
 from perex_t5x.optimizers.learning_rate import drive_learning_rate, rate_of_built
 from perex_t5x.partitioning import ParamShardings, PjitPartitioner, nearest_divisor
 from perex_t5x.per_example import GradStatistics, Statistic
+from perex_t5x.per_example.reductions.held import CLIP_MEMORY
 from perex_t5x.per_example.statistic import BUILT_IN
 from perex_t5x.schedules import Schedule, as_schedule
 from perex_t5x.train_state import TrainState, example_keys
@@ -81,6 +82,8 @@ class Trainer:
         them, for all programs of this trainer.
       unit: what the optimizer's statistics are taken over: 'example'; or 'token', every position at which a weight is
         applied (`perex_t5x.per_example.reductions.tokens`). The mean is the same. The monitor's unit is always the example.
+      clip_memory: bytes that `clip_norm` and non_finite='skip' may hold on each device, so that one backward pass is enough;
+        0: two passes. Changes no number beyond rounding.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Trainer:
         kernels: bool = True,
         unit: str = "example",
         compiler_options: Mapping[str, Any] | None = None,
+        clip_memory: float = CLIP_MEMORY,
     ):
         self.model = model
         self.partitioner = partitioner
@@ -117,6 +121,7 @@ class Trainer:
             non_finite=non_finite,
             transport_dtype=transport_dtype,
             kernels=kernels,
+            clip_memory=clip_memory,
         )
         _check_options(self.options)
         if monitor is not None and not isinstance(monitor, Monitor):
@@ -374,6 +379,9 @@ def _check_options(options: GradientOptions) -> None:
     clip = options.clip_norm
     if clip is not None and (not isinstance(clip, int | float) or not clip > 0):
         raise ConfigError(f"Trainer.clip_norm = {clip!r}: must be None or a positive norm.")
+    memory = options.clip_memory
+    if isinstance(memory, bool) or not isinstance(memory, int | float) or not memory >= 0:
+        raise ConfigError(f"Trainer.clip_memory = {memory!r}: must be a number of bytes, 0 or more; 2e9 is 2 GB.")
     for name, known in (("transport_dtype", TRANSPORT_DTYPES), ("non_finite", NON_FINITE), ("unit", UNITS)):
         value = getattr(options, name)
         if value not in known and not (name == "transport_dtype" and value is None):

@@ -39,7 +39,7 @@ def test_the_engine_beside_its_alternatives(capsys):
     out, summary = capsys.readouterr()
     assert json.loads(out) == result and "surgery" in summary
     rows = result["programs"]
-    assert list(rows) == ["plain", "loop", "vmap", "micro_grad", "surgery", "two passes"]
+    assert list(rows) == ["plain", "loop", "vmap", "micro_grad", "surgery", "clipped", "two passes"]
     assert rows["plain"]["time_all_at_once"] == rows["plain"]["time_at_best"] == rows["plain"]["temp_at_best"] == 1
     assert all(row["best_microbatch"] in (None, 4) for row in rows.values())  # 7 does not divide 16
     with pytest.raises(ConfigError, match="--engine=scaned: .* Did you mean 'scanned'"):

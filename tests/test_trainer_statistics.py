@@ -211,6 +211,7 @@ def test_its_own_statistic_from_gin(tmp_path):
         ({"microbatch_size": "all"}, "Trainer.microbatch_size = 'all': must be None, 'auto' or at least 1"),
         ({"group_size": 0}, "Trainer.group_size = 0"),
         ({"clip_norm": 0.0}, "Trainer.clip_norm = 0.0: must be None or a positive norm"),
+        ({"clip_memory": "2GB"}, "Trainer.clip_memory = '2GB': must be a number of bytes"),
         ({"non_finite": "skipp"}, "Trainer.non_finite = 'skipp'.*Did you mean 'skip'"),
         ({"monitor": 20}, r"Trainer.monitor = 20: give @monitoring.Monitor\(\)"),
         ({"transport_dtype": "int8"}, "Trainer.transport_dtype = 'int8': must be None or one of 'bfloat16', 'float16'"),

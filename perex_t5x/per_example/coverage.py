@@ -84,17 +84,12 @@ class Coverage(tuple):
         sizes = ", ".join(f"{size} on {name}" for name, size in self.microbatch_sizes.items() if name != "default")
         sizes = f"{sizes}, else {self.microbatch_sizes['default']}" if sizes else str(self.microbatch_sizes["default"])
         footer = [f"examples at a time: {sizes}"]
-        names = ", ".join(sorted(set(self.norm_reductions.values())))
-        for platform, h in self.holdings.items():
-            on = f" on {platform}" if len(self.holdings) > 1 else ""
-            if h.passes == 2:
-                footer.append(
-                    f"two passes{on}: losses and backward passes are run twice, first for the norms ({names}); {h.why}"
-                )
-            elif h.strategy:
-                footer.append(
-                    f"one backward pass{on}: {h.strategy} are held until the norms are known, {h.bytes:,} bytes"
-                )
+        for platform, holding in self.holdings.items():
+            on = f" on {platform}" if len(set(self.holdings.values())) > 1 else ""
+            if holding.strategy and (on or platform == "default"):
+                footer.append(f"{holding}{on}")
+        if self.norm_reductions:
+            footer.append(f"norms: {', '.join(sorted(set(self.norm_reductions.values())))}")
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", *footer])
 
 

@@ -27,7 +27,6 @@ from perex_t5x.per_example.statistic import Statistic, canonical
 NON_FINITE = ("keep", "skip", "raise")
 REDUCTIONS = ("mean", "sum")
 UNITS = ("example", "token")
-CLIP_MEMORY = 2 * 2**30  # bytes on a device
 CLIP_STRATEGIES = ("auto", *held.STRATEGIES)
 
 _log = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ def grad_statistics(
     transport_dtype: Any = None,
     shardings: Any = None,
     kernels: bool = True,
-    clip_memory: float = CLIP_MEMORY,
+    clip_memory: float = held.CLIP_MEMORY,
     clip_strategy: str = "auto",
 ) -> Compute:
     """Returns `compute(params, batch, ..., weights=None) -> (GradStatistics, PerExample)`.

@@ -317,6 +317,7 @@ class ParameterReduction:
       transient_bytes: of per-example gradients held at a time, on one device.
       note: why there is no better one.
       kernel: why no kernel does it; '' where one does, None where there is none for it.
+      holding: where clipping or skipping needs the norms first: in one pass, with how many bytes held, or in two.
     """
 
     parameter: str
@@ -326,6 +327,7 @@ class ParameterReduction:
     transient_bytes: int
     note: str
     kernel: str | None = None
+    holding: str = ""
 
 
 def reductions_of_step(trainer: Trainer, batch_spec: BatchSpec) -> tuple[ParameterReduction, ...]:
@@ -359,6 +361,7 @@ def _rows(params: Any, how: ReductionTrace) -> tuple[ParameterReduction, ...]:
             int(r.transient_bytes),
             r.note,
             r.kernel,
+            str(how.holdings["default"]),
         )
         for (path, leaf), r, norm_reduction in zip(leaves, how.reductions, norm_reductions, strict=True)
     )

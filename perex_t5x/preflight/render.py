@@ -117,6 +117,7 @@ def summary_lines(reports: Sequence[PreflightReport]) -> list[Line]:
         ("HBM of a device", [_peak(r) for r in reports]),
         *_by_name([r.memory_parts() for r in reports]),
         ("statistics", [", ".join(r.statistics) for r in reports]),
+        *_norms_first(reports),
         ("cycles per step", [_cell(r.step and r.step.cycles, short_count) for r in reports]),
         ("  lower bound", [_cell(r.step and r.step.bound, short_count) for r in reports]),
         ("seconds per step, all collectives hidden", [_cell(r.seconds, "{:.3g} s".format) for r in reports]),
@@ -186,6 +187,12 @@ def _tokens(report: PreflightReport) -> str:
     if not report.tokens_per_second:
         return NONE
     return _span(report.target_tokens / report.seconds_unhidden, report.tokens_per_second, short_count)
+
+
+def _norms_first(reports: Sequence[PreflightReport]) -> list[Line]:
+    """How clipping and skipping get the norms; nothing where no configuration clips or skips."""
+    cells = [r.reductions[0].holding if r.reductions else "" for r in reports]
+    return [("norms before statistics", cells)] if any(cells) else []
 
 
 def reduction_rows(reductions: Iterable[ParameterReduction]) -> list[Row]:

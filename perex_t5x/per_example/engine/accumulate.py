@@ -40,6 +40,17 @@ class Holding:
     def passes(self) -> int:
         return 2 if self.strategy == held.TWO_PASSES else 1
 
+    def __str__(self) -> str:
+        """
+        >>> str(Holding("factors", 2048)), str(Holding())
+        ('one backward pass: factors are held until the norms are known, 2,048 bytes', '')
+        """
+        if self.passes == 2:
+            return f"two passes: losses and backward passes are run twice, first for the norms; {self.why}"
+        return self.strategy and (
+            f"one backward pass: {self.strategy} are held until the norms are known, {self.bytes:,} bytes"
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class ReductionTrace:

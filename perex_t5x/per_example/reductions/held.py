@@ -42,6 +42,7 @@ FACTORS = "factors"
 LEAVES = "leaves"  # `factors`, and never a gradient: unit='token' is not formed from gradients
 TWO_PASSES = "two passes"
 STRATEGIES = (GRADIENTS, FACTORS, TWO_PASSES)
+CLIP_MEMORY = 2 * 2**30  # the budget unless another is given: bytes on a device
 
 # Contracted lengths from which computing a product again takes longer than writing its result and reading it: 2 T operations
 # against 8 bytes (4 in bfloat16), at the chips' ratio of both.
