@@ -4,7 +4,9 @@ protocol.py   what a model has to offer      network.py    the two networks, the
 config.py     sizes and choices              losses.py     cross entropy, normaliser
 layers.py     norm, projection, MLP          *_model.py    loss_fn, predict_batch
 attention.py  heads, cache, masks, positions decoding.py   greedy, sampling, beam search
-dropout.py    one key per example
+dropout.py    one key per example            head.py       output projection and loss in chunks
+splash.py     attention by TPU kernels       remat.py      what the backward pass keeps
+softmax_kernel.py  the loss by a TPU kernel
 """
 
 from perex_t5x.models.base_model import BaseTransformerModel

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.models import decoding, losses, splash
+from perex_t5x.models import decoding, head, losses, splash
 from perex_t5x.models.config import T5Config
 
 Batch = Mapping[str, jax.Array]
@@ -125,9 +125,42 @@ class BaseTransformerModel(abc.ABC):
 
     def compute_logits(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> jax.Array:
         """Returns logits, [B, T, vocab_size]; `dropout_rng` as in `loss_fn`."""
+        return self._apply(params, batch, dropout_rng)
+
+    def _apply(self, params: Params, batch: Batch, dropout_rng: jax.Array | None, **kwargs: Any) -> Any:
         rows = batch["decoder_input_tokens"].shape[0]
         keys_B = None if dropout_rng is None else _keys_per_row(dropout_rng, rows)
-        return self.module.apply({"params": params}, **self._network_inputs(batch), dropout_keys_B=keys_B)
+        return self.module.apply({"params": params}, **self._network_inputs(batch), dropout_keys_B=keys_B, **kwargs)
+
+    def _objective(
+        self,
+        params: Params,
+        batch: Batch,
+        dropout_rng: jax.Array | None,
+        weights_BxT: jax.Array,
+        normalizer: jax.Array | float,
+    ) -> tuple[jax.Array, losses.TokenLosses]:
+        """Σ weight · loss / normalizer, and each token's losses."""
+        targets_BxT = batch["decoder_target_tokens"]
+        if self._computes_own_logits or not head.is_worthwhile(self.config, targets_BxT.shape[1]):
+            logits_BxTxV = self.compute_logits(params, batch, dropout_rng)
+            per_token = losses.cross_entropy(logits_BxTxV, targets_BxT, self.z_loss, self.label_smoothing)
+            return jnp.sum(per_token.loss * weights_BxT) / normalizer, per_token
+
+        def loss(x_BxTxD: jax.Array, kernel_DxV: jax.Array) -> tuple[jax.Array, losses.TokenLosses]:
+            how = {"config": self.config, "z_loss": self.z_loss, "label_smoothing": self.label_smoothing}
+            return head.cross_entropy(x_BxTxD, kernel_DxV, targets_BxT, weights_BxT, normalizer, **how)
+
+        return self._apply(params, batch, dropout_rng, head=loss)
+
+    @property
+    def _computes_own_logits(self) -> bool:
+        """Whether logits may be other than x W: in a subclass that overrides them, or a network that is not ours.
+
+        A network says `takes_head = True` in its own class; a subclass, which may change the logits, must say so again.
+        """
+        overridden = type(self).compute_logits is not BaseTransformerModel.compute_logits
+        return overridden or not vars(type(self.module)).get("takes_head", False)
 
     def loss_normalizer(self, batch: Batch) -> jax.Array:
         """W of this batch, a float32 scalar: give it the global batch."""
@@ -153,16 +186,14 @@ class BaseTransformerModel(abc.ABC):
           (part of it), 'correct' (weight of the tokens predicted right), 'weights' (sum of loss weights), 'tokens'
           (targets that are not padding), 'all_tokens' (B · T) and 'examples' (B).
         """
-        logits_BxTxV = self.compute_logits(params, batch, dropout_rng)
         targets_BxT = batch["decoder_target_tokens"]
-        per_token = losses.cross_entropy(logits_BxTxV, targets_BxT, self.z_loss, self.label_smoothing)
         weights_BxT = losses.loss_weights(batch, self.loss_normalizing_factor)
         raw_weights_BxT = losses.raw_loss_weights(batch)
         if normalizer is None:
             normalizer = self.loss_normalizer(batch)
-        total = jnp.sum(per_token.loss * weights_BxT)
+        objective, per_token = self._objective(params, batch, dropout_rng, weights_BxT, normalizer)
         sums = {
-            "loss": total,
+            "loss": jnp.sum(per_token.loss * weights_BxT),
             "z_loss": jnp.sum(per_token.z_loss * weights_BxT),
             "correct": jnp.sum(jnp.where(per_token.correct, raw_weights_BxT, 0.0)),
             "weights": jnp.sum(raw_weights_BxT),
@@ -171,7 +202,7 @@ class BaseTransformerModel(abc.ABC):
             "examples": jnp.float32(targets_BxT.shape[0]),
         }
         sums = {name: jax.lax.stop_gradient(value).astype(jnp.float32) for name, value in sums.items()}
-        return total / normalizer, sums
+        return objective, sums
 
     # Metrics of language models, under T5X's names.
     loss_metric = "loss_per_nonpadding_target_token"
@@ -208,9 +239,9 @@ class BaseTransformerModel(abc.ABC):
 
     def score_batch(self, params: Params, batch: Batch) -> jax.Array:
         """Log likelihood of each row's targets under their loss weights, [B]."""
-        logits_BxTxV = self.compute_logits(params, batch)
-        per_token = losses.cross_entropy(logits_BxTxV, batch["decoder_target_tokens"])
-        return jnp.sum(per_token.log_likelihood * losses.raw_loss_weights(batch), axis=-1)
+        weights_BxT = losses.raw_loss_weights(batch)
+        _, per_token = self._objective(params, batch, None, weights_BxT, 1.0)
+        return jnp.sum(per_token.log_likelihood * weights_BxT, axis=-1)
 
     def predict_batch(self, params: Params, batch: Batch, rng: jax.Array | None = None, **kwargs) -> jax.Array:
         """The tokens of `predict_batch_with_aux`."""

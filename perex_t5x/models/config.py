@@ -46,6 +46,8 @@ class T5Config:
         other policy of `perex_t5x.models.remat`.
       attention: 'splash' (TPU kernels that hold no length x length array), 'xla', or 'auto': splash on TPUs where it can
         be used. `perex_t5x.models.splash`.
+      loss_chunks: in how many parts each row goes through the output projection and its loss, so that the logits of all
+        tokens never exist (`perex_t5x.models.head`). 'auto' does so where a row has 2**24 logits or more; 0 never does.
 
     >>> T5Config(vocab_size=384, emb_dim=128, num_heads=4, head_dim=32, mlp_dim=256).kv_heads
     4
@@ -67,6 +69,7 @@ class T5Config:
     scan_layers: bool = False
     remat_policy: str = "none"
     attention: str = "auto"
+    loss_chunks: int | str = "auto"
 
     def __post_init__(self) -> None:
         # Gin gives lists where a tuple was written with brackets, and dtypes as numpy objects.
@@ -89,6 +92,8 @@ class T5Config:
             _check_known("mlp_activations", activation, ACTIVATIONS)
         remat.parse(self.remat_policy)
         _check_known("attention", self.attention, ATTENTIONS)
+        if self.loss_chunks != "auto":
+            _check_positive("loss_chunks", self.loss_chunks, minimum=0, other="'auto' or ")
         if not self.rotary_max_wavelength > 1.0:
             raise ConfigError(
                 f"T5Config.rotary_max_wavelength = {self.rotary_max_wavelength}: must be above 1; 10000.0 is usual, "
@@ -123,9 +128,9 @@ def _dtype_name(dtype: object) -> str:
     return name
 
 
-def _check_positive(name: str, value: object, minimum: int) -> None:
+def _check_positive(name: str, value: object, minimum: int, other: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ConfigError(f"T5Config.{name} = {value!r}: must be an integer, at least {minimum}.")
+        raise ConfigError(f"T5Config.{name} = {value!r}: must be {other}an integer, at least {minimum}.")
 
 
 def _check_known(name: str, value: object, known: Mapping[str, object] | tuple[str, ...]) -> None:

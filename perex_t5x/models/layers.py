@@ -13,6 +13,7 @@ from flax import linen as nn
 from perex_t5x import partitioning
 from perex_t5x.models import dropout
 from perex_t5x.models.config import ACTIVATIONS, T5Config
+from perex_t5x.models.head import Head, operand_dtype
 from perex_t5x.models.remat import named
 from perex_t5x.partitioning import constrain
 from perex_t5x.per_example.kernels.dispatch import for_tpu
@@ -142,6 +143,12 @@ def project(x_BxTxD: jax.Array, kernel_DxF: jax.Array, inputs: Sequence[int], fe
     return y_MxF.reshape(*rows, *features)
 
 
+def logits(x_BxTxD: jax.Array, kernel_DxV: jax.Array) -> jax.Array:
+    """x W, in W's dtype."""
+    logits_BxTxV = project(x_BxTxD.astype(kernel_DxV.dtype), kernel_DxV, kernel_DxV.shape[:1], kernel_DxV.shape[1:])
+    return constrain(logits_BxTxV, ("batch", "length", "vocab"))
+
+
 class Embed(nn.Module):
     """Token embedding, and the tied output projection of it.
 
@@ -161,18 +168,31 @@ class Embed(nn.Module):
             ("vocab", "embed"),
             (cfg.vocab_size, cfg.emb_dim),
             cfg.wide_dtype,
-            sent_as=cfg.wide_dtype if cfg.logits_via_embedding else cfg.compute_dtype,
+            sent_as=operand_dtype(cfg) if cfg.logits_via_embedding else cfg.compute_dtype,
         )
 
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
         x_BxTxD = jnp.take(self.embedding, tokens_BxT, axis=0, mode="fill", fill_value=jnp.nan)
         return constrain(x_BxTxD.astype(self.config.compute_dtype), ("batch", "length", "embed"))
 
-    def attend(self, x_BxTxD: jax.Array) -> jax.Array:
-        """Logits x Eᵀ / sqrt(D): the rows of E have unit variance, the scaling gives the logits the same."""
-        wide = self.config.wide_dtype
-        x_BxTxD = x_BxTxD.astype(wide) / math.sqrt(self.config.emb_dim)
-        return project(x_BxTxD, self.embedding.T, (self.config.emb_dim,), (self.config.vocab_size,))
+    def attend(self, x_BxTxD: jax.Array, head: Head | None = None) -> Any:
+        """Logits x Eᵀ / sqrt(D), or what `head` makes of them: the rows of E have unit variance, so logits have, too."""
+        x_BxTxD = x_BxTxD.astype(self.config.wide_dtype) / math.sqrt(self.config.emb_dim)
+        return (head or logits)(x_BxTxD, self.embedding.T)
+
+
+class OutputProjection(nn.Module):
+    """Logits x W, or what `head` makes of them."""
+
+    config: T5Config
+
+    @nn.compact
+    def __call__(self, x_BxTxD: jax.Array, head: Head | None = None) -> Any:
+        cfg = self.config
+        shape = (x_BxTxD.shape[-1], cfg.vocab_size)
+        wide, sent_as = cfg.wide_dtype, operand_dtype(cfg)
+        kernel_DxV = parameter(self, "kernel", fan_in_init, ("embed", "vocab"), shape, wide, sent_as)
+        return (head or logits)(x_BxTxD, kernel_DxV)
 
 
 class MlpBlock(nn.Module):

@@ -25,6 +25,15 @@ class TokenLosses(NamedTuple):
     correct: jax.Array  # bool: no other token has a larger logit
 
 
+class LogitSums(NamedTuple):
+    """Of each token's logits."""
+
+    max_BxT: jax.Array
+    log_z_BxT: jax.Array  # log Σ_v exp(logit_v)
+    target_BxT: jax.Array  # the target's logit
+    total_BxT: jax.Array | None  # Σ_v logit_v, where labels are smoothed
+
+
 def cross_entropy(
     logits_BxTxV: jax.Array, targets_BxT: jax.Array, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> TokenLosses:
@@ -41,26 +50,34 @@ def cross_entropy(
     >>> round(float(cross_entropy(logits, jnp.array([[1]])).loss[0, 0]), 4)
     1.3863
     """
-    size = logits_BxTxV.shape[-1]
+    sums = logit_sums(logits_BxTxV, targets_BxT, bool(label_smoothing))
+    return token_losses(sums, logits_BxTxV.shape[-1], z_loss, label_smoothing)
+
+
+def logit_sums(logits_BxTxV: jax.Array, targets_BxT: jax.Array, with_total: bool) -> LogitSums:
+    """What the loss of each token needs to know of its logits."""
     # A comparison instead of a gather: it fuses with the sum, its gradient is no scatter, and a sharded vocabulary
     # needs one small reduction only.
-    is_target_BxTxV = jnp.arange(size)[None, None, :] == targets_BxT[:, :, None]
-    target_logit_BxT = jnp.sum(jnp.where(is_target_BxTxV, logits_BxTxV, 0), axis=-1)
+    is_target_BxTxV = jnp.arange(logits_BxTxV.shape[-1])[None, None, :] == targets_BxT[:, :, None]
+    target_BxT = jnp.sum(jnp.where(is_target_BxTxV, logits_BxTxV, 0), axis=-1)
     max_BxT = jax.lax.stop_gradient(jnp.max(logits_BxTxV, axis=-1))
     log_z_BxT = max_BxT + jnp.log(jnp.sum(jnp.exp(logits_BxTxV - max_BxT[:, :, None]), axis=-1))
+    return LogitSums(max_BxT, log_z_BxT, target_BxT, jnp.sum(logits_BxTxV, axis=-1) if with_total else None)
 
-    expected_logit_BxT, entropy = target_logit_BxT, 0.0
+
+def token_losses(sums: LogitSums, size: int, z_loss: float, label_smoothing: float) -> TokenLosses:
+    """The losses of tokens over a vocabulary of this size; see `cross_entropy`."""
+    expected_logit_BxT, entropy = sums.target_BxT, 0.0
     if label_smoothing:
         confidence, low = 1.0 - label_smoothing, label_smoothing / (size - 1)
-        sum_logits_BxT = jnp.sum(logits_BxTxV, axis=-1)
-        expected_logit_BxT = confidence * target_logit_BxT + low * (sum_logits_BxT - target_logit_BxT)
+        expected_logit_BxT = confidence * sums.target_BxT + low * (sums.total_BxT - sums.target_BxT)
         entropy = -(confidence * math.log(confidence) + (size - 1) * low * math.log(low))
-    z_loss_BxT = z_loss * jnp.square(log_z_BxT)
+    z_loss_BxT = z_loss * jnp.square(sums.log_z_BxT)
     return TokenLosses(
-        loss=log_z_BxT - expected_logit_BxT - entropy + z_loss_BxT,
+        loss=sums.log_z_BxT - expected_logit_BxT - entropy + z_loss_BxT,
         z_loss=z_loss_BxT,
-        log_likelihood=target_logit_BxT - log_z_BxT,
-        correct=target_logit_BxT >= max_BxT,
+        log_likelihood=sums.target_BxT - sums.log_z_BxT,
+        correct=sums.target_BxT >= sums.max_BxT,
     )
 
 

@@ -6,6 +6,8 @@ T5X Gin file that says `from t5x.examples.t5 import network` becomes `from perex
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -15,7 +17,8 @@ from perex_t5x.errors import ConfigError
 from perex_t5x.models import attention, dropout, remat, splash
 from perex_t5x.models.attention import LayerContext, MultiHeadAttention, RelativePositionBias
 from perex_t5x.models.config import T5Config
-from perex_t5x.models.layers import Dense, Embed, MlpBlock, RMSNorm, carried_rms
+from perex_t5x.models.head import Head
+from perex_t5x.models.layers import Embed, MlpBlock, OutputProjection, RMSNorm, carried_rms
 from perex_t5x.partitioning import constrain
 
 Carry = tuple[jax.Array, jax.Array | None]  # of layers: x [B, T, D], and `carried_rms(x)`
@@ -36,6 +39,7 @@ class DecoderWrapper(nn.Module):
 
     config: T5Config
     gathers_parameters = True
+    takes_head = True
 
     def setup(self) -> None:
         if self.config.head_dim % 2:
@@ -52,8 +56,9 @@ class DecoderWrapper(nn.Module):
         dropout_keys_B: jax.Array | None = None,
         mode: str = "train",
         cache_length: int = 0,
-    ) -> jax.Array:
-        """Returns logits, [B, T, vocab_size]; the arguments are SeqIO's features, [B, T] each."""
+        head: Head | None = None,
+    ) -> Any:
+        """Returns logits, [B, T, vocab_size], or what `head` makes; the arguments are SeqIO's features, [B, T] each."""
         return self.decoder(
             decoder_input_tokens,
             positions_BxT=decoder_positions,
@@ -62,6 +67,7 @@ class DecoderWrapper(nn.Module):
             dropout_keys_B=dropout_keys_B,
             mode=mode,
             cache_length=cache_length,
+            head=head,
         )
 
 
@@ -79,6 +85,7 @@ class Transformer(nn.Module):
 
     config: T5Config
     gathers_parameters = True
+    takes_head = True
 
     def setup(self) -> None:
         if self.config.num_encoder_layers < 1:
@@ -94,8 +101,9 @@ class Transformer(nn.Module):
         encoder_segment_ids: jax.Array | None = None,
         decoder_segment_ids: jax.Array | None = None,
         dropout_keys_B: jax.Array | None = None,
-    ) -> jax.Array:
-        """Returns logits, [B, T, vocab_size]; the arguments are SeqIO's features."""
+        head: Head | None = None,
+    ) -> Any:
+        """Returns logits, [B, T, vocab_size], or what `head` makes; the arguments are SeqIO's features."""
         encoded_BxSxD = self.encode(encoder_input_tokens, encoder_segment_ids, dropout_keys_B)
         return self.decode(
             encoded_BxSxD,
@@ -104,6 +112,7 @@ class Transformer(nn.Module):
             encoder_segment_ids=encoder_segment_ids,
             decoder_segment_ids=decoder_segment_ids,
             dropout_keys_B=dropout_keys_B,
+            head=head,
         )
 
     def encode(
@@ -127,8 +136,9 @@ class Transformer(nn.Module):
         dropout_keys_B: jax.Array | None = None,
         mode: str = "train",
         cache_length: int = 0,
-    ) -> jax.Array:
-        """Returns logits; `encoded_BxSxD` may be None in mode 'decode', which reads `cross_cache`."""
+        head: Head | None = None,
+    ) -> Any:
+        """Returns logits, or what `head` makes; `encoded_BxSxD` may be None in mode 'decode', which reads `cross_cache`."""
         return self.decoder(
             decoder_input_tokens,
             positions_BxT=decoder_positions,
@@ -138,6 +148,7 @@ class Transformer(nn.Module):
             cross_mask=attention.cross_mask(encoder_input_tokens, encoder_segment_ids, decoder_segment_ids),
             mode=mode,
             cache_length=cache_length,
+            head=head,
         )
 
 
@@ -209,8 +220,9 @@ class Decoder(_Stack):
         cross_mask: jax.Array | None = None,
         mode: str = "train",
         cache_length: int = 0,
-    ) -> jax.Array:
-        """Returns logits, [B, T, vocab_size], in at least float32.
+        head: Head | None = None,
+    ) -> Any:
+        """Returns logits, [B, T, vocab_size], in at least float32, or what `head` makes of what they are made of.
 
         Args:
           positions_BxT: position of each token; None is 0, 1, ... In mode 'decode' it is required, [B, 1].
@@ -259,11 +271,8 @@ class Decoder(_Stack):
         carry = apply_layers(cfg, cfg.num_decoder_layers, x_BxTxD, context, **kind)
         x_BxTxD = self._normed(carry, outer_keys_B, "decoder_norm")
         if cfg.logits_via_embedding:
-            logits_BxTxV = self.token_embedder.attend(x_BxTxD)
-        else:
-            dense = Dense((cfg.vocab_size,), ("embed", "vocab"), cfg.wide_dtype, name="logits_dense")
-            logits_BxTxV = dense(x_BxTxD)
-        return constrain(logits_BxTxV, ("batch", "length", "vocab"))
+            return self.token_embedder.attend(x_BxTxD, head)
+        return OutputProjection(cfg, name="logits_dense")(x_BxTxD, head)
 
 
 # --- layers ------------------------------------------------------------------------------------------------------------

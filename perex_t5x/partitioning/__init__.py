@@ -9,6 +9,7 @@ from perex_t5x.partitioning.mesh import nearest_divisor, torus_sizes
 from perex_t5x.partitioning.param_shardings import ParamShardings
 from perex_t5x.partitioning.partitioner import (
     PjitPartitioner,
+    activation_sharding,
     constrain,
     gather_parameter,
     has_sharded_parameters,
@@ -22,6 +23,7 @@ from perex_t5x.partitioning.rules import logical_to_mesh_axes, standard_logical_
 __all__ = [
     "ParamShardings",
     "PjitPartitioner",
+    "activation_sharding",
     "constrain",
     "gather_parameter",
     "has_sharded_parameters",

@@ -258,15 +258,21 @@ def _entered(partitioner: PjitPartitioner, manual: bool, transport: Any = None) 
 
 def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
     """Constrains an activation's sharding by logical names; the identity outside a partitioner's contexts."""
+    sharding = activation_sharding(names)
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def activation_sharding(names: Sequence[str | None]) -> PartitionSpec | NamedSharding | None:
+    """What `constrain` constrains to, for use where the context is left already; None: to nothing."""
     if not _contexts.stack:
-        return x
+        return None
     partitioner, manual, _ = _contexts.stack[-1]
     if partitioner.mesh.size == 1:
-        return x
+        return None
     spec = _current_spec(names)
     if manual and partitioner.batch_axes:  # inside shard_map: a PartitionSpec refers to its mesh
-        return jax.lax.with_sharding_constraint(x, spec)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(partitioner.mesh, spec))
+        return spec
+    return NamedSharding(partitioner.mesh, spec)
 
 
 def platform() -> str | None:

@@ -66,6 +66,15 @@ def device_kind() -> str:
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
+def vector_memory(kind: str) -> int:
+    """Bytes of vector memory that a kernel may use on this kind of device.
+
+    >>> vector_memory("TPU v5 lite") // 2**20
+    100
+    """
+    return _CHIPS.get(kind, _OTHER).vmem
+
+
 def padded_length(length: int) -> int:
     """The sequence's length in the kernel: one that does not fit at once is cut into equal chunks, multiples of 128.
 

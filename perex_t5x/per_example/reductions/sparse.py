@@ -142,10 +142,11 @@ def sparse_plus_dense(site: ReductionSite) -> ReductionResult | None:
         return None
     at = jnp.minimum(rows.ids_NxT, rows.num_rows - 1)
     gathered_NxTxU = jnp.take_along_axis(by_row, at[:, None, :], axis=2)
-    precision = product.eqn.params["precision"]
+    precision, dtype = product.eqn.params["precision"], jaxprs.dtype_of(product.eqn.outvars[0])
 
     def own_rows(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return jnp.einsum("tu,td->ud", *pair, precision=precision)
+        # The product's result may be of a wider type than its factors are.
+        return jnp.einsum("tu,td->ud", *map(at_least_f32, pair), precision=precision).astype(dtype)
 
     o_NxUxD = at_least_f32(spec.pre(jax.lax.map(own_rows, (gathered_NxTxU, across))))
     both_NxUxD = o_NxUxD + rows.sums_NxTxD
