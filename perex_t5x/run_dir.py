@@ -135,3 +135,9 @@ def write_model_info(model_dir: str, boxed_params: Any, shardings: Any, further:
         name, size = keystr(path, simple=True, separator="/"), math.prod(value.shape)
         lines.append(f"{name:<64} {size:>14,}  {tuple(value.shape)!s:<24} {tuple(names)!s:<28} {sharding.spec}")
     (epath.Path(model_dir) / "model-info.txt").write_text("\n".join([*lines, "", *filter(None, further), ""]))
+
+
+def append_model_info(model_dir: str, line: str) -> None:
+    """Adds a line to `model-info.txt`."""
+    path = epath.Path(model_dir) / "model-info.txt"
+    path.write_text(f"{path.read_text()}{line}\n")

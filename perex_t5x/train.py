@@ -229,9 +229,18 @@ class Training:
 
     def _compiled_step(self, *parts: Any) -> Any:
         trainer = self.setup.trainer
-        if not (self._args.dump_hlo and distributed.is_writer()):
-            return trainer.compiled_step(*parts)
-        return profiling.compile_with_texts(trainer.lowered_step(*parts), self.model_dir)
+        if self._args.dump_hlo and distributed.is_writer():
+            compiled = trainer.compiled_step(
+                *parts, lambda lowered: profiling.compile_with_texts(lowered, self.model_dir)
+            )
+        else:
+            compiled = trainer.compiled_step(*parts)
+        if trainer.chosen_remat_policy is not None:
+            line = f"remat_policy: {trainer.chosen_remat_policy!r}, chosen by 'auto': the first that fits"
+            logging.info("%s", line)
+            if distributed.is_writer():
+                run_dir.append_model_info(self.model_dir, line)
+        return compiled
 
     def make_evaluators(self, compiler: Executor, keep_batches: bool = False) -> list[loop.Evaluator]:
         """Teacher-forced and decoding evaluation, whichever is configured; they start compiling."""

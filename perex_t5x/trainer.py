@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import logging
 from flax import linen as nn
 from jax.tree_util import keystr
 
@@ -107,6 +108,7 @@ class Trainer:
     ):
         self.model = model
         self.partitioner = partitioner
+        self.chosen_remat_policy: str | None = None
         self.learning_rate_fn = as_schedule(learning_rate_fn)
         self.weight_metrics_computer = weight_metrics_computer
         self.monitor = monitor
@@ -242,9 +244,36 @@ class Trainer:
 
     # --- compiling ----------------------------------------------------------------------------------------------------
 
-    def compiled_step(self, shapes: TrainState, shardings: TrainState, batch_spec: Mapping[str, Any]) -> Any:
-        """Compiles the step ahead of time; the state's buffers are donated."""
-        return self.lowered_step(shapes, shardings, batch_spec).compile()
+    def compiled_step(
+        self,
+        shapes: TrainState,
+        shardings: TrainState,
+        batch_spec: Mapping[str, Any],
+        compile: Callable[[Any], Any] = lambda lowered: lowered.compile(),
+    ) -> Any:
+        """Compiles the step ahead of time; the state's buffers are donated.
+
+        With T5Config.remat_policy = 'auto' on TPUs, the first of the model's choices that fits into the devices' memory;
+        `chosen_remat_policy` says which. All processes choose alike: they compile the same programs.
+        """
+        choices = self.remat_choices()
+        for policy, trainer in choices.items():
+            try:
+                compiled = compile(trainer.lowered_step(shapes, shardings, batch_spec))
+            except jax.errors.JaxRuntimeError as e:
+                if "RESOURCE_EXHAUSTED" not in str(e) or policy == list(choices)[-1]:
+                    raise
+                logging.info("T5Config.remat_policy = 'auto': %r does not fit", policy)
+                continue
+            self.chosen_remat_policy = policy
+            return compiled
+        return compile(self.lowered_step(shapes, shardings, batch_spec))
+
+    def remat_choices(self) -> dict[str, Trainer]:
+        """Policy -> a trainer like this one with it, in the model's order; empty where there is nothing to choose."""
+        if self.partitioner.mesh.devices.flat[0].platform != "tpu" or not hasattr(self.model, "remat_choices"):
+            return {}
+        return {policy: self.replace(model=model) for policy, model in self.model.remat_choices().items()}
 
     def lowered_step(
         self, shapes: TrainState, shardings: TrainState, batch_spec: Mapping[str, Any], rate_is_argument: bool = False

@@ -155,3 +155,30 @@ def test_bad_optimizer_and_rate_are_named():
         Trainer(make_model(), make_partitioner(1, 1), "fast")
     with pytest.raises(ConfigError, match="num_microbatches = 0"):
         Trainer(make_model(), make_partitioner(1, 1), 0.1, num_microbatches=0)
+
+
+class _Lowered:
+    def __init__(self, policy, fitting):
+        self.policy, self.fits = policy, policy in fitting
+
+    def compile(self):
+        if not self.fits:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.")
+        return self.policy
+
+
+@pytest.mark.parametrize("fitting, chosen", [(("save:context", "full"), "save:context"), ((), None)])
+def test_remat_auto_takes_the_first_that_fits(fitting, chosen, monkeypatch):
+    """On TPUs; here the compiler's answers are given."""
+    model = make_model("T5Config.remat_policy = 'auto'", optimizer_def=optax.sgd(1.0))
+    trainer = Trainer(model, make_partitioner(1, 1), learning_rate_fn=lambda _: 0.1)
+    assert trainer.remat_choices() == {}, "not on CPUs"
+    choices = {policy: trainer.replace(model=m) for policy, m in model.remat_choices().items()}
+    monkeypatch.setattr(Trainer, "remat_choices", lambda self: choices)
+    monkeypatch.setattr(Trainer, "lowered_step", lambda self, *_: _Lowered(self.model.config.remat_policy, fitting))
+    if chosen is None:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+            trainer.compiled_step(None, None, {})
+    else:
+        assert trainer.compiled_step(None, None, {}) == chosen
+    assert trainer.chosen_remat_policy == chosen

@@ -6,6 +6,8 @@ A model joins a network, a vocabulary and an optimizer; `perex_t5x.models.protoc
 from __future__ import annotations
 
 import abc
+import copy
+import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.models import decoding, head, losses, splash
+from perex_t5x.models import decoding, head, losses, remat, splash
 from perex_t5x.models.config import T5Config
 
 Batch = Mapping[str, jax.Array]
@@ -91,6 +93,17 @@ class BaseTransformerModel(abc.ABC):
     def sharded_dimensions(self) -> dict[str, int]:
         """Sizes that the mesh's `model` axis must divide."""
         return {name: getattr(self.config, name) for name in ("num_heads", "mlp_dim", "vocab_size")}
+
+    def remat_choices(self) -> dict[str, BaseTransformerModel]:
+        """Policy -> this model with it, the one with the least recomputation first; empty unless the policy is 'auto'."""
+        config = getattr(self.module, "config", None)
+        if getattr(config, "remat_policy", None) != "auto":
+            return {}
+        choices = {}
+        for policy in remat.LADDER:
+            choices[policy] = copy.copy(self)
+            choices[policy].module = self.module.clone(config=dataclasses.replace(config, remat_policy=policy))
+        return choices
 
     def describe_computation(self, batch_spec: Mapping[str, jax.ShapeDtypeStruct]) -> str:
         """Which attention is used, and why."""

@@ -6,7 +6,9 @@
 - values by name, in the device's memory or in the host's: 'save:context,mlp_in', 'offload:mlp_in',
   'save:context;offload:mlp_in'. A layer names the values of `NAMES` with `named`;
 - a preset, which stands for such a list (`PRESETS`; T5X's and MaxText's names);
-- a name of `jax.checkpoint_policies` that takes no arguments.
+- a name of `jax.checkpoint_policies` that takes no arguments;
+- 'auto': on TPUs the first of `LADDER` whose step fits into the devices' memory, as the compiler answers. On CPUs, where
+  memory is cheaper than time, 'none'.
 
 Parameters gathered for a layer (FSDP) are never kept: they are gathered again in the backward pass.
 """
@@ -55,7 +57,17 @@ JAX_POLICIES = (
     "checkpoint_dots_with_no_batch_dims",
 )
 
-KNOWN = ("none", "full", *PRESETS, *JAX_POLICIES)
+# From the least recomputation to the least memory.
+LADDER = (
+    "save_all_named",
+    "save:context,out,mlp_in",
+    "save:query,key,value,context,out",
+    "save:context,out",
+    "save:context",
+    "full",
+)
+
+KNOWN = ("none", "full", "auto", *PRESETS, *JAX_POLICIES)
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,8 @@ def policy_for_jax(policy: str, gathers: bool) -> Policy | None:
       policy: `T5Config.remat_policy`.
       gathers: whether layers gather their parameters (FSDP).
     """
+    if policy == "auto":  # a program of which nobody asks whether it fits, such as an evaluation
+        policy = "full" if for_tpu() else "none"
     values = parse(policy)
     if values is not None:
         if not (values.offload and for_tpu()):  # on a CPU the host's memory is the device's

@@ -33,25 +33,34 @@ def _main(args: Any) -> int:
     from perex_t5x.cli import progress
     from perex_t5x.preflight import account, kernel_cycles, render, render_html, report_cache, search, step
 
-    columns = search.cases(args.gin_file, args.gin_bindings, args.gin_search_paths, args.compare)
+    remat = [] if args.remat is None else [f"T5Config.remat_policy = {args.remat!r}"]
+    columns = search.cases(args.gin_file, [*args.gin_bindings, *remat], args.gin_search_paths, args.compare)
     # JAX's cache cannot read programs for devices that are not there, and would warn about each.
     jax.config.update("jax_enable_compilation_cache", False)
     schedules = kernel_cycles.Schedules() if args.schedules else None
     cache, line = report_cache.ReportCache(report_cache.default_folder(), schedules), progress.Working()
-    reports, searches = [], []
+    reports, searches, choices = [], [], []
     for case in columns:
         case.parse()
         target = step.CompileTarget.from_flags(args, *step.topology_macro())
-        reports.append(account.measure(case.name, target, *step.build_parsed(target.devices()), cache, line))
+        trainer, spec = step.build_parsed(target.devices())
+        if policies := list(trainer.remat_choices()):
+            choices.append(search.choose_remat(case, policies, target, cache, line, all=args.remat == "auto"))
+            case = case.with_bindings(*choices[-1].bindings)
+            trainer, spec = case.build(target.devices())
+        reports.append(account.measure(case.name, target, trainer, spec, cache, line))
         if reports[-1].fits is False and not args.no_search:
             searches.append(search.search(case, target, cache, line))
     if args.json:  # before the table, whose reader may go away (`| head`)
         values = {"cases": [r.as_dict() for r in reports], "searches": [s.as_dict() for s in searches]}
+        values["remat"] = [c.as_dict() for c in choices]
         _write(args.json, json.dumps(values, indent=1) + "\n")
     if args.html:
         shown = shlex.join(["python", "-m", "perex_t5x.preflight", *sys.argv[1:]])
         _write(args.html, render_html.html_page(reports, searches, shown))
     render.show(reports, searches, sys.stdout, args.breakdown)
+    for choice in choices:
+        print("\n".join(["", *choice.lines()]))
     return Reason.ERROR.exit_code if any(r.fits is False for r in reports) else 0
 
 
@@ -82,6 +91,9 @@ def define_flags() -> None:
     flags.DEFINE_bool("breakdown", False, "Also print where the cycles go: attention, projections, MLP, copies, ...")
     flags.DEFINE_bool(
         "schedules", False, "Static schedules of all instructions in the lower bound; more than twice the compile time."
+    )
+    flags.DEFINE_string(
+        "remat", None, "T5Config.remat_policy; 'auto' compiles a list of policies and takes the fastest that fits."
     )
     flags.DEFINE_bool("no_search", False, "Where the step does not fit, do not search for a change that makes it fit.")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,9 @@ class Case:
     def parse(self, *changes: str) -> None:
         """Parses them; `changes` are bindings that win over all others."""
         step.parse_gin(self.files, (*self.bindings, *changes), self.search_paths)
+
+    def with_bindings(self, *added: str) -> Case:
+        return replace(self, bindings=(*self.bindings, *added))
 
     def build(self, devices: Sequence[Any], *changes: str) -> tuple[Trainer, BatchSpec]:
         self.parse(*changes)
@@ -100,13 +103,14 @@ class Trial:
     Attributes:
       fits: whether the step fits then.
       note: how much it takes, or why it does not fit or was not compiled.
-      peak_bytes: of the step that fits; else None.
+      peak_bytes, cycles: of the step that fits; else None.
     """
 
     change: Change
     fits: bool
     note: str
     peak_bytes: int | None = None
+    cycles: int | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,48 @@ def search(case: Case, target: CompileTarget, cache: ReportCache, working: Worki
         if trials[-1].fits:
             break
     return Search(case.name, tuple(trials))
+
+
+@dataclass(frozen=True)
+class RematChoice:
+    """T5Config.remat_policy = 'auto', resolved: all policies that were compiled, and the fastest that fits."""
+
+    name: str
+    trials: tuple[Trial, ...]
+
+    @property
+    def best(self) -> Trial | None:
+        return min((t for t in self.trials if t.fits), key=lambda t: t.cycles, default=None)
+
+    @property
+    def bindings(self) -> tuple[str, ...]:
+        """Of the best; where none fits, of the one that needs the least memory."""
+        return (self.best or self.trials[-1]).change.bindings
+
+    def lines(self) -> list[str]:
+        tried = [f"  {t.change}: {t.note}" for t in self.trials]
+        end = f"  taken: {self.best.change}" if self.best else "  none of them fits."
+        return [f"{self.name}: T5Config.remat_policy = 'auto'", *tried, end]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "best": str(self.best.change) if self.best else None,
+            "trials": [{**vars(t), "change": str(t.change)} for t in self.trials],
+        }
+
+
+def choose_remat(
+    case: Case, policies: Sequence[str], target: CompileTarget, cache: ReportCache, working: Working, *, all: bool
+) -> RematChoice:
+    """Compiles the step with these policies: with all of them, or until one fits, as the trainer does."""
+    trials = []
+    for policy in policies:
+        change = Change((f"T5Config.remat_policy = '{policy}'",), target)
+        trials.append(_try(case, change, cache, working))
+        if trials[-1].fits and not all:
+            break
+    return RematChoice(case.name, tuple(trials))
 
 
 def changes(trainer: Trainer, examples: int, target: CompileTarget) -> Iterator[Change]:
@@ -192,4 +238,4 @@ def _try(case: Case, change: Change, cache: ReportCache, working: Working) -> Tr
     except ConfigError as e:
         return Trial(change, False, f"not possible: {str(e).splitlines()[0]}")
     note = f"{format_bytes(report.peak_bytes)} of {format_bytes(chip.hbm_bytes)}, {report.seconds:.3g} s per step"
-    return Trial(change, report.peak_bytes <= chip.hbm_bytes, note, report.peak_bytes)
+    return Trial(change, report.peak_bytes <= chip.hbm_bytes, note, report.peak_bytes, report.cycles)

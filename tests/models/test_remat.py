@@ -72,3 +72,15 @@ def test_presets_are_lists_of_names(preset):
     values = remat.parse(preset)
     assert values.save or values.offload
     assert remat.parse(remat.PRESETS[preset]) == values
+
+
+def test_auto_is_a_choice_from_the_least_recomputation_to_the_least_memory():
+    features = batch("decoder_only")
+    model = decoder_only(remat_policy="auto", **SIZES)
+    choices = model.remat_choices()
+    assert tuple(choices) == remat.LADDER and remat.LADDER[-1] == "full"
+    assert {policy: choice.config.remat_policy for policy, choice in choices.items()} == {p: p for p in remat.LADDER}
+    assert model.config.remat_policy == "auto" and decoder_only(remat_policy="full").remat_choices() == {}
+    p = params(model, features)
+    none = decoder_only(remat_policy="none", **SIZES)
+    assert program(model, p, features) == program(none, p, features), "on a CPU nothing is computed again"
