@@ -85,7 +85,7 @@ class MultiHeadAttention(nn.Module):
         query, key, value = self._query(x_BxTxD), self.key(x_BxTxD), self.value(x_BxTxD)
         if context.rotary is not None:
             # The kernels take a scaled query: scaled here, in float32, it is rounded no more often than without.
-            scale = self._scale if context.splash else 1.0
+            scale = splash.query_scale(self._scale) if context.splash else 1.0
             query = apply_rotary(query, tuple(x * scale for x in context.rotary))
             key = apply_rotary(key, context.rotary)
         query, key, value = named(query, "query"), named(key, "key"), named(value, "value")

@@ -1,7 +1,8 @@
-"""Causal attention by JAX's splash kernels for TPUs: softmax(Q Kᵀ) V block by block, so that no T x T array ever exists.
+"""Where causal attention goes through TPU kernels: softmax(Q Kᵀ) V block by block, so that no T x T array ever exists.
 
 Blocks that the causal mask hides are skipped, packed rows are told apart by segment ids, and grouped-query heads read the
-keys and values of their group. `unsupported_reason` says what the kernels cannot take: that goes through
+keys and values of their group. The kernels are our own (`attention_kernels`), or JAX's splash kernels where a head's keys
+and values do not fit into vector memory. `unsupported_reason` says what the kernels cannot take: that goes through
 `jax.nn.dot_product_attention`, the same function to rounding.
 """
 
@@ -13,12 +14,12 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 
 from perex_t5x import partitioning
 from perex_t5x.errors import ConfigError
+from perex_t5x.models import attention_kernels
 from perex_t5x.models.config import T5Config
-from perex_t5x.per_example.kernels import dispatch
+from perex_t5x.per_example.kernels import dispatch, tiles
 
 LANES = 128
 CHECKPOINT_NAME = "context"  # of the kernel's results, for remat policies that save by name
-_LARGEST_BLOCK = {1024: 512}
 _HEAD_AXES = ("batch", "heads", "length", "kv")
 
 
@@ -78,10 +79,15 @@ def description(config: T5Config, rows: int, length: int, **features: bool) -> s
     return f"attention: XLA's, not splash kernels ({unsupported_reason(config, rows, length, **features)})"
 
 
+def query_scale(scale: float) -> float:
+    """What the query is to be multiplied with before `attend`, for logits with this scale."""
+    return scale * attention_kernels.LOG2_E
+
+
 def attend(
     query_BxNxTxH: jax.Array, key_BxKxTxH: jax.Array, value_BxKxTxH: jax.Array, segment_ids_BxT: jax.Array | None
 ) -> jax.Array:
-    """softmax(Q Kᵀ, where causal and of the same segment) V, [B, N, T, H]; the query is scaled already."""
+    """softmax(Q Kᵀ, where causal and of the same segment) V, [B, N, T, H]; the query has the factor `query_scale`."""
     segments = () if segment_ids_BxT is None else (segment_ids_BxT,)
     names = (_HEAD_AXES,) * 3 + (("batch", "length"),) * len(segments)
     return partitioning.on_each_device(_on_device, names, _HEAD_AXES)(
@@ -90,34 +96,37 @@ def attend(
 
 
 def _on_device(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, *segments: jax.Array) -> jax.Array:
+    _, _, length, width = query_BxNxTxH.shape
+    interpret = not dispatch.for_tpu()
+    ids_BxT = segments[0] if segments else None
+    blocks = attention_kernels.choose(length, width, query_BxNxTxH.dtype.itemsize, tiles.device_kind())
+    if interpret:
+        blocks = attention_kernels.interpreted(length)
+    operands = query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, ids_BxT
+    if blocks is None:
+        return _by_jax(*operands)
+    return attention_kernels.attend(*operands, blocks, CHECKPOINT_NAME, interpret)
+
+
+def _by_jax(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, ids_BxT: jax.Array | None) -> jax.Array:
+    """The same by JAX's kernels, which have one block of keys at a time in vector memory: for very long rows, old chips."""
+    # They count in powers of e.
+    query_BxNxTxH = (query_BxNxTxH.astype(jnp.float32) / attention_kernels.LOG2_E).astype(query_BxNxTxH.dtype)
     _, heads, length, _ = query_BxNxTxH.shape
+    block = max(b for b in range(LANES, min(length, 512) + 1, LANES) if length % b == 0)
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     kernel = splash_attention.make_splash_mha(
         splash_attention.MultiHeadMask([splash_attention.CausalMask((length, length))] * heads),
-        block_sizes=_block_sizes(length),
+        # Not the fused backward pass: its partial sums of the query's gradient grow with the square of the length.
+        block_sizes=splash_attention.BlockSizes(**dict.fromkeys(names, block)),
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=CHECKPOINT_NAME,
-        interpret=not dispatch.for_tpu(),
     )
-    if not segments:
+    if ids_BxT is None:
         return jax.vmap(kernel)(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH)
-    ids_BxT = segments[0].astype(jnp.int32)
+    ids_BxT = ids_BxT.astype(jnp.int32)
     return jax.vmap(kernel)(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, splash_attention.SegmentIds(ids_BxT, ids_BxT))
-
-
-def _block_sizes(length: int) -> splash_attention.BlockSizes:
-    largest = _LARGEST_BLOCK.get(length, 1024) if dispatch.for_tpu() else LANES
-    block = max(b for b in range(LANES, min(length, largest) + 1, LANES) if length % b == 0)
-    compute = max(b for b in range(LANES, min(block, 512) + 1, LANES) if block % b == 0)
-    return splash_attention.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=compute,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=compute,
-        use_fused_bwd_kernel=True,
-    )
 
 
 def _for_tpu() -> bool:

@@ -46,7 +46,7 @@ _PARTS = (
     ("norms and rotary", r"norm\b|_norm/|rotary|rope|/(cos|sin)/"),
     ("MLP", r"/mlp|/wi(_\d)?/|/wo/"),
     ("projections", r"/(query|key|value|out|qkv_proj)(_proj)?\b"),
-    ("attention", r"_attend|splash|attention_op|dot_product_attention|flash"),
+    ("attention", r"_attend|splash|causal_attention|attention_op|dot_product_attention|flash"),
     ("norms and rotary", r"attention|\blayers(_\d+)?/"),  # rotary is in the attention's own function; sums of residuals
     (STATISTICS, "per_example_statistics"),
 )

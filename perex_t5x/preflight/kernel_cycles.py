@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from perex_t5x.hardware.chips import Chip
+from perex_t5x.models import attention_kernels
 from perex_t5x.per_example.kernels import matmul
 from perex_t5x.preflight.hlo.program import Executed, Program
 from perex_t5x.preflight.hlo.text import Instruction, arrays, closing, numbers, shape_arrays
@@ -233,7 +234,7 @@ class Schedule:
     """
 
     bundles: int
-    loops: tuple[tuple[int, int, int | None], ...]
+    loops: tuple[tuple[int, int, float | None], ...]
     parts: tuple[tuple[int, int], ...]
     body: tuple[int, int] | None
     windows: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -246,7 +247,7 @@ class Schedule:
         """
         times = np.ones(self.bundles)
         for first, last, turns in self.loops:
-            times[first : last + 1] *= turns or 1
+            times[first : last + 1] *= 1 if turns is None else turns
         if self.body is not None:
             turns = self.loops[0][2] or 1
             times[self.body[0] : self.body[1] + 1] *= max(turns - _PIPELINE, 0) / turns
@@ -349,7 +350,20 @@ def schedule_cycles(kernel: Kernel, text: str) -> int:
     shares = matmul.shares(*chunks_of(schedule)) if kernel.name == matmul.NAME else None
     if kernel.shares is not None:
         shares = _block_shares(schedule, *kernel.shares)
+    if any(name in kernel.name for name in (attention_kernels.FORWARD, attention_kernels.BACKWARD)):
+        schedule, shares = _attention(schedule)
     return schedule.cycles(shares if shares is not None and len(shares) == len(schedule.parts) else None)
+
+
+def _attention(schedule: Schedule) -> tuple[Schedule, list[float]]:
+    """Of our attention kernels: their inner loop takes the blocks beside the diagonal, more or fewer in each step."""
+    num_blocks = max(array[-2] // block[-2] for block, array in schedule.windows if len(array) > 2)
+    turns, begins = attention_kernels.turns_and_share(num_blocks)
+    loops = tuple((first, last, turns if count is None else count) for first, last, count in schedule.loops)
+    spans = {(first, last) for first, last, _ in loops}  # of a loop the text also says that it may not run at all
+    first, last = schedule.body or (0, schedule.bundles)
+    shares = [begins if first <= part[0] and part[1] <= last and part not in spans else 1.0 for part in schedule.parts]
+    return dataclasses.replace(schedule, loops=loops), shares
 
 
 def _block_shares(schedule: Schedule, computed: float, row: float) -> list[float]:

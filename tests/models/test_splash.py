@@ -21,12 +21,16 @@ from tests.trainer_support import assert_close, gradient_of
 
 LENGTH = 256  # two blocks of 128 in the interpreter: one is hidden, one partly, one not
 
+SCALE = 0.3
+
 
 def operands(dtype, packed, kv_heads, heads=4, head_dim=16, rows=2):
-    """Scaled query, key, value, cotangent of the result; segment ids, with padding at the end, or None."""
+    """Query (in float32, as rotary positions leave it), key, value, cotangent; segment ids, with padding, or None."""
     draw = np.random.default_rng(0)
     shapes = [(rows, n, LENGTH, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
-    arrays = [jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes]
+    arrays = [
+        jnp.asarray(draw.normal(size=s), d) for s, d in zip(shapes, ("float32", dtype, dtype, dtype), strict=True)
+    ]
     ids_BxT = None
     if packed:
         lengths = [(100, 30, 70, 56), (200, 56)]
@@ -38,14 +42,18 @@ def operands(dtype, packed, kv_heads, heads=4, head_dim=16, rows=2):
 
 def by_xla(query, key, value, ids_BxT):
     mask = None if ids_BxT is None else (ids_BxT[:, :, None] == ids_BxT[:, None, :])[:, None]
-    swapped = (x.swapaxes(1, 2) for x in (query, key, value))
-    return jax.nn.dot_product_attention(*swapped, mask=mask, is_causal=True, scale=1.0).swapaxes(1, 2)
+    swapped = (x.swapaxes(1, 2) for x in (query.astype(key.dtype), key, value))
+    return jax.nn.dot_product_attention(*swapped, mask=mask, is_causal=True, scale=SCALE).swapaxes(1, 2)
+
+
+def by_kernels(query, key, value, ids_BxT):
+    return splash.attend((query * splash.query_scale(SCALE)).astype(key.dtype), key, value, ids_BxT)
 
 
 def exactly(query, key, value, ids_BxT):
     mask = None if ids_BxT is None else (ids_BxT[:, :, None] == ids_BxT[:, None, :])[:, None]
     swapped = (x.swapaxes(1, 2) for x in (query, key, value))
-    return attend_in_double(*swapped, mask, None, True, 1.0).swapaxes(1, 2)
+    return attend_in_double(*swapped, mask, None, True, SCALE).swapaxes(1, 2)
 
 
 def with_gradients(function, arrays, ids_BxT):
@@ -68,7 +76,7 @@ def test_kernels_compute_attention(dtype, packed, kv_heads):
         exact = with_gradients(exactly, [x.astype(jnp.float64) for x in arrays], ids_BxT)
     for name, by_kernel, xla, expected in zip(
         ("result", "query", "key", "value"),
-        with_gradients(splash.attend, arrays, ids_BxT),
+        with_gradients(by_kernels, arrays, ids_BxT),
         with_gradients(by_xla, arrays, ids_BxT),
         exact,
         strict=True,
@@ -76,7 +84,8 @@ def test_kernels_compute_attention(dtype, packed, kv_heads):
         error, of_xla = (np.sqrt(np.mean((x - expected) ** 2)) for x in (by_kernel, xla))
         # Also where padding meets padding: no NaN anywhere. On CPUs XLA multiplies the cotangent of the logits in float32,
         # where the kernels (and TPUs, either way) round it to bfloat16: half a unit in the last place of the gradients more.
-        assert error <= max((1.0 if name == "result" else 2.0) * of_xla, 1e-6), name
+        print(name, error, of_xla)
+        assert error <= max((1.1 if name == "result" else 2.0) * of_xla, 1e-6), name
 
 
 def network(**changes):
