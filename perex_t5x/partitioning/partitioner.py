@@ -28,6 +28,7 @@ from perex_t5x.partitioning.gather import gather_by_spec
 from perex_t5x.partitioning.mesh import make_mesh, torus_sizes
 from perex_t5x.partitioning.rules import (
     DATA_AXES,
+    LAYERS,
     MESH_AXES,
     LogicalAxisRules,
     MeshAxes,
@@ -169,8 +170,14 @@ class PjitPartitioner:
     def parameter_spec(
         self, names: Sequence[str | None], shape: Sequence[int]
     ) -> tuple[PartitionSpec, list[tuple[int, MeshAxes, int]]]:
-        """A parameter's sharding, and the (dimension, axes, their size) that were left out since they do not divide it."""
+        """A parameter's sharding, and the (dimension, axes, their size) that were left out since they do not divide it.
+
+        Vectors (scales of norms, biases) are whole along the data axes. There is nothing to save, gathering a few kilobytes
+        costs as much as waiting for the other devices, and on TPUs one product hides one gather: it had better be a matrix.
+        """
         spec = list(logical_to_mesh_axes(names, self.logical_axis_rules))
+        if sum(name != LAYERS for name in names) == 1:
+            spec = list(only_axes(PartitionSpec(*spec), [a for a in MESH_AXES if a not in DATA_AXES]))
         dropped = []
         for i, axes in enumerate(spec):
             size = math.prod(self.mesh.shape[a] for a in names_of(axes))

@@ -17,6 +17,7 @@ from perex_t5x.errors import ConfigError
 
 MESH_AXES = ("replica", "data", "model")
 DATA_AXES = ("replica", "data")
+LAYERS = "layers"  # the logical axis along which a scan stacks its layers' parameters
 
 MeshAxes = str | tuple[str, ...] | None
 LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
@@ -74,7 +75,7 @@ def standard_logical_axis_rules(
         rules.append(("embed", "model"))
     if parameter_partitioning_dims == 2:
         rules.append(("embed", "data"))
-    rules += [(name, None) for name in ("embed", "kv", "length", "layers", "relpos_buckets")]
+    rules += [(name, None) for name in ("embed", "kv", "length", LAYERS, "relpos_buckets")]
     return (*rules, *(additional_rules or ()))
 
 
@@ -116,7 +117,7 @@ def check_rules(rules: LogicalAxisRules) -> None:
                 raise ConfigError(
                     f"PjitPartitioner.logical_axis_rules maps {name!r} to {axis!r}; the mesh axes are {MESH_AXES}."
                 )
-            if name == "layers" and axis in DATA_AXES:
+            if name == LAYERS and axis in DATA_AXES:
                 raise ConfigError(
                     f"PjitPartitioner.logical_axis_rules maps 'layers' to {axis!r}: every device runs every layer. "
                     "Shard 'embed' over 'data' instead (standard_logical_axis_rules.parameter_partitioning_dims = 2)."

@@ -31,8 +31,8 @@ def sum_over(tree: Any, axes: Sequence[str], transport: Any = None) -> Any:
     Args:
       tree: arrays of each device.
       axes: manual axes of the enclosing `shard_map`.
-      transport: a narrower dtype to send floating arrays in; see the module for what is rounded. Each device forms the sum
-        of one part, and sends it on.
+      transport: a narrower dtype to send floating arrays in; see the module for what is rounded, once more than there
+        since the sum itself is sent.
     """
     axes = tuple(axes)
     if not axes or not jax.tree.leaves(tree):
@@ -44,9 +44,11 @@ def sum_over(tree: Any, axes: Sequence[str], transport: Any = None) -> Any:
         if not _narrows(x, transport):
             return jax.lax.psum(x, axes)
         devices = jax.lax.axis_size(axes)
+        if devices > EXACT_DEVICES:
+            return jax.lax.psum(x.astype(transport), axes).astype(x.dtype)
+        # A psum in the narrow dtype would add in it: scatter (each device adds up one part, wide), then gather.
         flat = x.reshape(-1)
         flat = jnp.pad(flat, (0, -flat.size % devices))
-        # Not a psum in the narrow dtype, which would add in it whatever the number of devices.
         part = scatter_over(flat, axes, 0, transport).astype(transport)
         whole = jax.lax.all_gather(part, axes, tiled=True, to="invarying")
         return whole[: x.size].reshape(x.shape).astype(x.dtype)

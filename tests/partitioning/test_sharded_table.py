@@ -82,7 +82,11 @@ def check_the_places_of_the_moments(state):
 
 
 def check_that_a_device_has_an_eighth(state):
+    """Of all matrices; scales of norms are whole everywhere."""
     arrays = [x for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim]
+    whole = [keystr(path) for path, x in jax.tree_util.tree_leaves_with_path(state) if x.sharding.is_fully_replicated]
+    assert all("norm" in name for name in whole if "param" in name) and any("norm" in name for name in whole)
+    arrays = [x for x in arrays if not x.sharding.is_fully_replicated]
     for device in jax.devices():
         mine = sum(s.data.nbytes for x in arrays for s in x.addressable_shards if s.device == device)
         assert mine * 8 == sum(x.nbytes for x in arrays)
