@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.tree_util import keystr
 
+from tests.models.model_support import as_for_tpu
 from tests.partitioning.sharding_support import (
     BATCH,
     MESHES,
@@ -172,6 +173,15 @@ SLOW = {"encoder-decoder, tied", "tied", "unrolled", "unrolled without remat", "
 def test_networks(name):
     row = NETWORKS[name]
     assert_equal(run(row), on_one_device(row), DOUBLE)
+
+
+@pytest.mark.slow
+def test_heads_of_products_are_divided_over_devices(monkeypatch):
+    """Layers as programs for TPUs have them: heads are an axis of the projections' products."""
+    row = Row(FSDP_TP, sizes=(("num_kv_heads", 4), ("remat_policy", "save:context,mlp_in")))
+    wanted = on_one_device(row)
+    as_for_tpu(monkeypatch)
+    assert_equal(run(row), wanted, DOUBLE)
 
 
 def test_remat_changes_no_number():
