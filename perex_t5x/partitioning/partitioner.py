@@ -310,8 +310,9 @@ def on_each_device(
     Args:
       in_names, out_names: logical axes of the arguments and of the result; their sizes must be multiples of `parts`.
     """
-    if not _contexts.stack or _contexts.stack[-1][0].mesh.size == 1:
+    if not _contexts.stack:
         return fn
+    # Also on a mesh of one device: inside a shard_map the program knows what it is compiled for.
     partitioner, manual, _ = _contexts.stack[-1]
     inside = manual and bool(partitioner.batch_axes)  # a shard_map inside another refers to its mesh
     here = jax.sharding.get_abstract_mesh()

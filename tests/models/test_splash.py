@@ -7,15 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from perex_t5x import models, optimizers, partitioning, per_example
 from perex_t5x.errors import ConfigError
-from perex_t5x.models import splash
+from perex_t5x.hardware.devices import tpu_devices
+from perex_t5x.models import attention_kernels, splash
 from perex_t5x.models.attention import attend_in_double
 from perex_t5x.partitioning import PjitPartitioner, standard_logical_axis_rules
+from perex_t5x.preflight.step import compile_lowered
 from perex_t5x.trainer import Trainer
 from tests.models.model_support import config
 from tests.per_example.loop_reference import SOME, assert_matches, single_gradients
+from tests.preflight.support import needs_libtpu
 from tests.tiny import random_batch
 from tests.trainer_support import assert_close, gradient_of
 
@@ -84,7 +88,7 @@ def test_kernels_compute_attention(dtype, packed, kv_heads):
         error, of_xla = (np.sqrt(np.mean((x - expected) ** 2)) for x in (by_kernel, xla))
         # Also where padding meets padding: no NaN anywhere. On CPUs XLA multiplies the cotangent of the logits in float32,
         # where the kernels (and TPUs, either way) round it to bfloat16: half a unit in the last place of the gradients more.
-        print(name, error, of_xla)
+        print(name, error, of_xla)  # docs/models.md
         assert error <= max((1.1 if name == "result" else 2.0) * of_xla, 1e-6), name
 
 
@@ -183,3 +187,52 @@ def test_models_say_which_attention_they_use():
     marked = batch | {"decoder_causal_attention": batch["decoder_positions"]}
     assert "both directions" in prefix.describe_computation(marked)
     assert "not compiled for TPUs" in prefix.describe_computation(batch)
+
+
+def compiled_for_tpus(function, topology, shape, *arguments):
+    """Compiled as an evaluation is, outside of any `shard_map`, for a mesh (replica, data, model); rows are divided."""
+    partitioner = PjitPartitioner(ici_mesh_shape=shape, devices=tpu_devices(topology)[: int(np.prod(shape))])
+
+    def placed(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=partitioner.data_sharding)
+
+    with partitioner.constraints():
+        lowered = jax.jit(function).lower(*jax.tree.map(placed, arguments))
+    return compile_lowered(lowered)
+
+
+@needs_libtpu
+def test_evaluation_compiles_for_tpus():
+    model = network(attention="auto", num_kv_heads=4, head_dim=64, dtype="bfloat16", num_decoder_layers=1)
+    batch = batch_of(4)
+    params = jax.eval_shape(
+        lambda: model.get_initial_variables(jax.random.key(0), {k: v.shape for k, v in batch.items()})["params"]
+    )
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), nn.unbox(params))
+    compiled = compiled_for_tpus(lambda b: model.eval_fn(params, b)[0], "v5e:2x2", (1, 2, 2), batch)
+    assert attention_kernels.FORWARD in compiled.as_text()
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_memory_grows_linearly(packed):
+    """Forward and backward, the same rows at every length; JAX's kernels take the longest."""
+
+    def temporaries(length):
+        def run(q, k, v, ids, cotangent):
+            out, vjp = jax.vjp(lambda *x: splash.attend(*x, ids if packed else None), q, k, v)
+            return out, vjp(cotangent)
+
+        like = [jax.ShapeDtypeStruct((1, n, length, 128), jnp.bfloat16) for n in (4, 2, 2, 4)]
+        ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        compiled = compiled_for_tpus(run, "v5e:1x1", (1, 1, 1), *like[:3], ids, like[3])
+        name = attention_kernels.BACKWARD if length <= 8192 else "splash_mha_dkv"
+        assert name in compiled.as_text()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    measured = {length: temporaries(length) for length in (1024, 2048, 4096, 8192, 32768)}
+    for length, size in measured.items():
+        # One T x T array in bfloat16 would be 134 MB at 8192; q is 8.4 MB there.
+        assert size < 8 * 4 * length * 128 * 2, measured
+    print(measured)
