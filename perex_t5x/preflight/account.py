@@ -202,9 +202,15 @@ class PreflightReport:
 
 
 def measure(
-    name: str, target: CompileTarget, trainer: Trainer, spec: BatchSpec, cache: ReportCache, working: Working
+    name: str,
+    target: CompileTarget,
+    trainer: Trainer,
+    spec: BatchSpec,
+    cache: ReportCache,
+    working: Working,
+    compare: bool = True,
 ) -> PreflightReport:
-    """Compiles a trainer's step and the plain one, and reads both."""
+    """Compiles a trainer's step and, unless not to `compare`, the plain one, and reads both."""
     shapes, _, _ = trainer.abstract_state({feature: s.shape for feature, s in spec.items()})
     devices = trainer.partitioner.mesh.devices
     examples = next(iter(spec.values())).shape[0]
@@ -213,10 +219,10 @@ def measure(
     with working(f"{name}: compiling the step for {target}"):
         report, refusal = _compiled(cache, trainer, spec)
     compared, reductions = None, ()
-    if report is not None and not is_plain:
+    if report is not None and not is_plain and compare:
         with working(f"{name}: compiling the plain gradient's step"):
             compared, _ = _compiled(cache, plain_trainer(trainer), spec)
-    if not is_plain:
+    if not is_plain and compare:
         with working(f"{name}: looking at each parameter"):
             reductions = reductions_of_step(trainer, spec)
     return PreflightReport(

@@ -61,9 +61,11 @@ class ReportCache:
         `options` are those that the program was given (`jax.jit(..., compiler_options=...)`), which its text does not have.
         """
         given = str(sorted((options or {}).items()))
-        scheduled = ("schedules",) if self._schedules else ()
-        name = f"{_key(lowered.as_text(), given, str(mesh.shape), str(_devices(mesh)), *scheduled)}.json"
-        values = self._read(name)
+        program = lowered.as_text(), given, str(mesh.shape), str(_devices(mesh))
+        scheduled, plain = f"{_key(*program, 'schedules')}.json", f"{_key(*program)}.json"
+        name = scheduled if self._schedules else plain
+        # A report with schedules has all that one without them has.
+        values = self._read(scheduled) or (None if self._schedules else self._read(plain))
         if values is None:
             if self._schedules:
                 self._schedules.clear()
