@@ -95,7 +95,7 @@ def grad_statistics(
         let every device compute all of the sums. Changes no number beyond rounding.
       kernels: on TPUs, Pallas kernels for the matrix products that they can take (`coverage` says which); False: XLA's loop
         for the same sums everywhere. Changes no number beyond rounding.
-      clip_memory: where norms come first: bytes that may be held on a device from the norms to the statistics, 2 GiB unless
+      clip_memory: where norms come first: bytes that may be held on a device from the norms to the statistics, 4 GiB unless
         given, so that one backward pass is enough. Where more would be needed, losses and gradients are computed twice.
         A smaller `microbatch_size` needs less. Changes no number beyond rounding.
       clip_strategy: 'auto'; or, whatever its memory, 'gradients', 'factors' or 'two passes'

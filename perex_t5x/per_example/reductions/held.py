@@ -9,7 +9,8 @@ kept, or what they are made of (of a product, its inputs S and cotangents R), an
 | `factors` | whichever is smaller | the reduction of one pass: of a product, the product again |
 | `two passes` | nothing | forward and backward pass again |
 
-Rows of embeddings and small gradients are kept alike by both. The first of them whose memory is within the budget is used.
+Rows of embeddings and small gradients are kept alike by both, and for TPUs' kernels the factors of products. The first of
+them whose memory is within the budget is used.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ FACTORS = "factors"
 LEAVES = "leaves"  # `factors`, and never a gradient: unit='token' is not formed from gradients
 TWO_PASSES = "two passes"
 STRATEGIES = (GRADIENTS, FACTORS, TWO_PASSES)
-CLIP_MEMORY = 2 * 2**30  # the budget unless another is given: bytes on a device
+CLIP_MEMORY = 4 * 2**30  # the budget unless another is given: bytes on a device
 
 # Contracted lengths from which computing a product again takes longer than writing its result and reading it: 2 T operations
 # against 8 bytes (4 in bfloat16), at the chips' ratio of both.
@@ -83,6 +84,10 @@ def _bytes(x: Any) -> int:
 def _keeps_gradient(site: ReductionSite) -> bool:
     strategy = site.context.hold
     if strategy == LEAVES:
+        return False
+    # A TPU's kernel forms norms and sums in vector memory: forming a product twice costs fewer cycles than the gradients of
+    # several examples in main memory.
+    if dispatch.for_tpu() and site.context.kernels and site.context.num_examples > 1 and _contracted(site.node) > 1:
         return False
     root = site.node.root
     gradient = site.context.num_examples * jaxprs.size_of(root) * jaxprs.dtype_of(root).itemsize
