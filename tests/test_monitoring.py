@@ -29,7 +29,7 @@ def runs(name, monitored, **arguments):
     return run(make_trainer(optimizer, DROPOUT, monitor=monitor, **arguments), 6)
 
 
-@pytest.mark.parametrize("name", ["adamw", "micro_adam"])
+@pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.slow), "micro_adam"])
 def test_monitoring_changes_no_trajectory(name):
     """Bit for bit, with dropout."""
     without, _ = runs(name, False)

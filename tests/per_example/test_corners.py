@@ -204,6 +204,7 @@ def test_aux_of_an_example_that_is_left_out_of_its_group():
 # --- a region on a mesh, inside the loss ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_shard_map_inside_the_loss():
     mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     split, whole = PartitionSpec(None, "model"), PartitionSpec()

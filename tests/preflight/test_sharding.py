@@ -59,7 +59,8 @@ def large(report, **wanted):
     ]
 
 
-@pytest.mark.parametrize("optimizer", ["micro_adam_msq", pytest.param("adamw", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["micro_adam_msq", "adamw"])
 def test_data_parallel_steps_meet_once(optimizer):
     """Whatever the number of microbatches: no collective inside a loop."""
     trainer, report = compiled("dp", "v5e:4x4", MICROBATCHES, optimizer)

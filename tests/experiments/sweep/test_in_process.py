@@ -40,9 +40,10 @@ def assert_same_metrics(found, expected):
 @pytest.mark.parametrize(
     ("files", "bindings"),
     [
-        (
+        pytest.param(
             ["optimizers/adamw.gin", "runs/monitor.gin"],
             ["DROPOUT_RATE = 0.1", "train.stats_period = 2", "MONITOR_PERIOD = 3", "TRAIN_STEPS = 7"],
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["optimizers/micro_adam_msq.gin", "runs/monitor.gin"],

@@ -178,6 +178,7 @@ def test_slips_are_seen_before_anything_is_created(cloud, values, words):
     assert "create" not in cloud.verbs
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_once_is_tried_again(cloud):
     scenario(cloud, ssh_fails={"worker": 1, "numbers": [1, 3]})
     cloud.work(cloud.job("a", ""))
@@ -237,7 +238,8 @@ def test_a_program_that_only_fails_is_given_up(cloud):
     assert kept == {"0-0000", "0-0001"}
 
 
-@pytest.mark.parametrize("reason", [pytest.param(Reason.UNREACHABLE, marks=pytest.mark.slow), Reason.PEER_LOST])
+@pytest.mark.slow
+@pytest.mark.parametrize("reason", [Reason.UNREACHABLE, Reason.PEER_LOST])
 def test_hosts_that_lose_each_other_are_started_again(cloud, reason):
     code = f"first = ran('0') == 1\nsys.exit({reason.exit_code} if first else 0)"
     cloud.work(cloud.job("a", code))
@@ -389,7 +391,13 @@ def test_a_full_disk_is_no_stack_trace(cloud):
 @pytest.mark.parametrize(
     "labels,state,status,words",
     [
-        ({"perex-name": "run", "perex-run": "OURS"}, "FAILED", 0, "it is deleted and created again"),
+        pytest.param(
+            {"perex-name": "run", "perex-run": "OURS"},
+            "FAILED",
+            0,
+            "it is deleted and created again",
+            marks=pytest.mark.slow,
+        ),
         ({"perex-name": "run", "perex-run": "00000000"}, "ACTIVE", 2, "another folder"),
         ({}, "ACTIVE", 2, "not created by a launch"),
     ],
