@@ -85,7 +85,7 @@ class MultiHeadAttention(nn.Module):
         query, key, value = self._query(x_BxTxD), self.key(x_BxTxD), self.value(x_BxTxD)
         if context.rotary is not None:
             # The kernels take a scaled query: scaled here, in float32, it is rounded no more often than without.
-            scale = splash.query_scale(self._scale) if context.splash else 1.0
+            scale = splash.query_scale(self._scale, self._by_jax) if context.splash else 1.0
             query = apply_rotary(query, tuple(x * scale for x in context.rotary))
             key = apply_rotary(key, context.rotary)
         query, key, value = named(query, "query"), named(key, "key"), named(value, "value")
@@ -97,7 +97,7 @@ class MultiHeadAttention(nn.Module):
             key, value = self._cached("key", key, context), self._cached("value", value, context)
         if context.splash:
             swapped = (x.swapaxes(1, 2) for x in (query, key, value))
-            y_BxTxNxH = splash.attend(*swapped, context.segment_ids_BxT).swapaxes(1, 2)
+            y_BxTxNxH = splash.attend(*swapped, context.segment_ids_BxT, self._by_jax).swapaxes(1, 2)
             return self.out(y_BxTxNxH)  # the kernels name their results, "context", themselves
         return self._attend(query, key, value, context.mask, context.bias, context.is_causal)
 
@@ -142,6 +142,10 @@ class MultiHeadAttention(nn.Module):
     @property
     def _scale(self) -> float:
         return 1.0 / math.sqrt(self.config.head_dim) if self.scaled else 1.0
+
+    @property
+    def _by_jax(self) -> bool:
+        return self.config.attention == splash.JAX_SPLASH
 
 
 def attend_in_double(query_BxTxNxH, key_BxSxKxH, value_BxSxKxH, mask, bias, is_causal, scale) -> jax.Array:

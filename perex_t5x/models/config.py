@@ -16,7 +16,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
     {"gelu": jax.nn.gelu, "linear": lambda x: x, "relu": jax.nn.relu, "silu": jax.nn.silu, "swish": jax.nn.silu}
 )
 
-ATTENTIONS = ("auto", "splash", "xla")
+ATTENTIONS = ("auto", "splash", "jax_splash", "xla")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -44,8 +44,8 @@ class T5Config:
       remat_policy: what the backward pass keeps of each layer: 'none' (everything, no rematerialisation), 'full'
         (nothing), 'minimal' (results of products with weights), values by name such as 'save:context,mlp_in', or any
         other policy of `perex_t5x.models.remat`.
-      attention: 'splash' (TPU kernels that hold no length x length array), 'xla', or 'auto': splash on TPUs where it can
-        be used. `perex_t5x.models.splash`.
+      attention: 'splash' (TPU kernels that hold no length x length array), 'jax_splash' (the kernels that ship with JAX),
+        'xla', or 'auto': splash on TPUs where it can be used. `perex_t5x.models.splash`.
       loss_chunks: in how many parts each row goes through the output projection and its loss, so that the logits of all
         tokens never exist (`perex_t5x.models.head`). 'auto' does so where a row has 2**24 logits or more; 0 never does.
 

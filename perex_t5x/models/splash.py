@@ -20,6 +20,8 @@ from perex_t5x.per_example.kernels import dispatch, tiles
 
 LANES = 128
 CHECKPOINT_NAME = "context"  # of the kernel's results, for remat policies that save by name
+JAX_SPLASH = "jax_splash"  # `T5Config.attention`: JAX's kernels, whatever ours could take
+FORCED = ("splash", JAX_SPLASH)
 _HEAD_AXES = ("batch", "heads", "length", "kv")
 
 
@@ -65,9 +67,10 @@ def use(config: T5Config, rows: int, length: int, mode: str, **features: bool) -
     if mode == "decode":
         return False
     reason = unsupported_reason(config, rows, length, **features)
-    if reason and config.attention == "splash" and mode == "train":
+    if reason and config.attention in FORCED and mode == "train":
         raise ConfigError(
-            f"T5Config.attention = 'splash' cannot be used here: {reason}. With 'auto' the model falls back to XLA's."
+            f"T5Config.attention = {config.attention!r} cannot be used here: {reason}. With 'auto' the model falls back "
+            "to XLA's."
         )
     return not reason
 
@@ -75,22 +78,31 @@ def use(config: T5Config, rows: int, length: int, mode: str, **features: bool) -
 def description(config: T5Config, rows: int, length: int, **features: bool) -> str:
     """One line on which attention a training step uses; raises as `use` does."""
     if use(config, rows, length, "train", **features):
-        return "attention: splash kernels" + ("" if _for_tpu() else f", interpreted ({dispatch.NOT_FOR_TPUS})")
+        whose = ", JAX's" if config.attention == JAX_SPLASH else ""
+        return f"attention: splash kernels{whose}" + ("" if _for_tpu() else f", interpreted ({dispatch.NOT_FOR_TPUS})")
     return f"attention: XLA's, not splash kernels ({unsupported_reason(config, rows, length, **features)})"
 
 
-def query_scale(scale: float) -> float:
+def query_scale(scale: float, by_jax: bool = False) -> float:
     """What the query is to be multiplied with before `attend`, for logits with this scale."""
-    return scale * attention_kernels.LOG2_E
+    return scale if by_jax else scale * attention_kernels.LOG2_E
 
 
 def attend(
-    query_BxNxTxH: jax.Array, key_BxKxTxH: jax.Array, value_BxKxTxH: jax.Array, segment_ids_BxT: jax.Array | None
+    query_BxNxTxH: jax.Array,
+    key_BxKxTxH: jax.Array,
+    value_BxKxTxH: jax.Array,
+    segment_ids_BxT: jax.Array | None,
+    by_jax: bool = False,
 ) -> jax.Array:
-    """softmax(Q Kᵀ, where causal and of the same segment) V, [B, N, T, H]; the query has the factor `query_scale`."""
+    """softmax(Q Kᵀ, where causal and of the same segment) V, [B, N, T, H]; the query has the factor `query_scale`.
+
+    Args:
+      by_jax: JAX's kernels instead of ours.
+    """
     segments = () if segment_ids_BxT is None else (segment_ids_BxT,)
     names = (_HEAD_AXES,) * 3 + (("batch", "length"),) * len(segments)
-    return partitioning.on_each_device(_on_device, names, _HEAD_AXES)(
+    return partitioning.on_each_device(_by_jax if by_jax else _on_device, names, _HEAD_AXES)(
         query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, *segments
     )
 
@@ -98,20 +110,21 @@ def attend(
 def _on_device(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, *segments: jax.Array) -> jax.Array:
     _, _, length, width = query_BxNxTxH.shape
     interpret = not dispatch.for_tpu()
-    ids_BxT = segments[0] if segments else None
     blocks = attention_kernels.choose(length, width, query_BxNxTxH.dtype.itemsize, tiles.device_kind())
     if interpret:
         blocks = attention_kernels.interpreted(length)
-    operands = query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, ids_BxT
     if blocks is None:
-        return _by_jax(*operands)
-    return attention_kernels.attend(*operands, blocks, CHECKPOINT_NAME, interpret)
+        # Those count in powers of e.
+        query_BxNxTxH = (query_BxNxTxH.astype(jnp.float32) / attention_kernels.LOG2_E).astype(query_BxNxTxH.dtype)
+        return _by_jax(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, *segments)
+    ids_BxT = segments[0] if segments else None
+    return attention_kernels.attend(
+        query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, ids_BxT, blocks, CHECKPOINT_NAME, interpret
+    )
 
 
-def _by_jax(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, ids_BxT: jax.Array | None) -> jax.Array:
+def _by_jax(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, *segments: jax.Array) -> jax.Array:
     """The same by JAX's kernels, which have one block of keys at a time in vector memory: for very long rows, old chips."""
-    # They count in powers of e.
-    query_BxNxTxH = (query_BxNxTxH.astype(jnp.float32) / attention_kernels.LOG2_E).astype(query_BxNxTxH.dtype)
     _, heads, length, _ = query_BxNxTxH.shape
     block = max(b for b in range(LANES, min(length, 512) + 1, LANES) if length % b == 0)
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
@@ -122,10 +135,11 @@ def _by_jax(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, ids_BxT: jax.Array | None
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=CHECKPOINT_NAME,
+        interpret=not dispatch.for_tpu(),
     )
-    if ids_BxT is None:
+    if not segments:
         return jax.vmap(kernel)(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH)
-    ids_BxT = ids_BxT.astype(jnp.int32)
+    ids_BxT = segments[0].astype(jnp.int32)
     return jax.vmap(kernel)(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, splash_attention.SegmentIds(ids_BxT, ids_BxT))
 
 

@@ -50,8 +50,9 @@ def by_xla(query, key, value, ids_BxT):
     return jax.nn.dot_product_attention(*swapped, mask=mask, is_causal=True, scale=SCALE).swapaxes(1, 2)
 
 
-def by_kernels(query, key, value, ids_BxT):
-    return splash.attend((query * splash.query_scale(SCALE)).astype(key.dtype), key, value, ids_BxT)
+def by_kernels(query, key, value, ids_BxT, by_jax=False):
+    scaled = (query * splash.query_scale(SCALE, by_jax)).astype(key.dtype)
+    return splash.attend(scaled, key, value, ids_BxT, by_jax)
 
 
 def exactly(query, key, value, ids_BxT):
@@ -72,15 +73,22 @@ def with_gradients(function, arrays, ids_BxT):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "packed", "kv_heads"), [("float32", False, 4), ("float32", True, 2), ("bfloat16", True, 1)]
+    ("dtype", "packed", "kv_heads", "by_jax"),
+    [
+        ("float32", False, 4, False),
+        ("float32", True, 2, False),
+        ("bfloat16", True, 1, False),
+        ("float32", True, 2, True),
+        pytest.param("bfloat16", False, 4, True, marks=pytest.mark.slow),
+    ],
 )
-def test_kernels_compute_attention(dtype, packed, kv_heads):
+def test_kernels_compute_attention(dtype, packed, kv_heads, by_jax):
     arrays, ids_BxT = operands(dtype, packed, kv_heads)
     with jax.enable_x64(True):
         exact = with_gradients(exactly, [x.astype(jnp.float64) for x in arrays], ids_BxT)
     for name, by_kernel, xla, expected in zip(
         ("result", "query", "key", "value"),
-        with_gradients(by_kernels, arrays, ids_BxT),
+        with_gradients(functools.partial(by_kernels, by_jax=by_jax), arrays, ids_BxT),
         with_gradients(by_xla, arrays, ids_BxT),
         exact,
         strict=True,
@@ -155,6 +163,7 @@ def test_who_uses_them():
     assert reason(small, length=256) == "not compiled for TPUs"
     forced = config(head_dim=16, attention="splash")
     assert reason(forced, length=256) == ""
+    assert "JAX's, interpreted" in splash.description(config(head_dim=16, attention="jax_splash"), 2, 256)
     assert "interpreted" in splash.description(forced, 2, 256)
     for cfg, length, features, why in [
         (config(attention="xla"), 256, {}, "T5Config.attention = 'xla'"),
