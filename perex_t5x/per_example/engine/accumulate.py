@@ -17,6 +17,7 @@ from perex_t5x.per_example import collectives
 from perex_t5x.per_example.engine import jaxprs, shard_map
 from perex_t5x.per_example.engine.references import METHODS
 from perex_t5x.per_example.engine.request import Inputs, Options, Request, one_if_zero, trace
+from perex_t5x.per_example.kernels import dispatch
 from perex_t5x.per_example.reductions import held
 from perex_t5x.per_example.reductions.reducer import MATERIALISED, MIXED_UNITS, SHARED, ReductionResult
 from perex_t5x.per_example.results import GradStatistics, PerExample
@@ -106,6 +107,11 @@ def choose_holding(request: Request, micro: int) -> Holding:
     forced = options.clip_strategy
     if forced == held.TWO_PASSES:
         return Holding(forced, why="clip_strategy asks for it")
+    if forced == "auto" and micro > 1 and dispatch.for_tpu():
+        # 150m, 8 rows of 1024 on v5e: 231 M cycles and 3.7 GB, against 239 M and 6.0 GB with what is held.
+        return Holding(
+            held.TWO_PASSES, why="on TPUs a second pass by kernels takes less time than reading what is held"
+        )
     strategies = [held.GRADIENTS, held.FACTORS] if forced == "auto" else [forced]
     if options.strict and micro > 1 and forced == "auto":  # examples × parameter, if only within the budget
         strategies.remove(held.GRADIENTS)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from perex_t5x import per_example
+from perex_t5x.per_example.kernels import dispatch
 from perex_t5x.per_example.reductions import held
 from tests.per_example.loop_reference import SOME, assert_matches, clipped, grouped, norms, single_gradients
 
@@ -92,6 +93,9 @@ def test_the_budget_decides():
         assert chosen(strict=True) == ("factors", factors)
         assert chosen(clip_memory=factors - 1) == ("two passes", 0)
         assert chosen(microbatch_size=1, clip_memory=gradients // N) == ("gradients", gradients // N)
+        patch.setattr(dispatch, "for_tpu", lambda: True)  # kernels make a second pass cheap
+        assert chosen(kernels=False) == ("two passes", 0)
+        assert chosen(kernels=False, microbatch_size=1)[0] == "gradients"
     text = str(per_example.coverage(two_products, STACKS, x, clip_norm=1.0, clip_memory=1000))
     assert f"one pass would hold {factors:,} bytes, clip_memory is 1,000" in text
     assert f"held until the norms are known, {factors:,} bytes" in str(
