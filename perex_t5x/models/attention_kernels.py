@@ -26,7 +26,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LANES = 128
+from perex_t5x.per_example.kernels.tiles import LANES, divisor
+
 LOG2_E = math.log2(math.e)
 FORWARD, BACKWARD = "causal_attention_forward", "causal_attention_backward"  # in compiled programs and profiles
 _HIDDEN = -1e30  # a logit that is masked: finite, so that differences of two of them are no NaN
@@ -71,16 +72,16 @@ def choose(length: int, width: int, itemsize: int, kind: str) -> Blocks | None:
     if kind not in _PARTS:
         return None
     forward, backward, vmem = _PARTS[kind]
-    block = _divisor(length, _MAX_BLOCK)
+    block = divisor(length, _MAX_BLOCK)
     # Backward: five arrays of the head in two buffers each, three sums in float32; a part's logits and what is made of them.
     lanes = -(-width // LANES) * LANES
     needed = length * lanes * (10 * itemsize + 12) + 6 * 4 * block * max(forward, backward)
-    return Blocks(block, _divisor(block, forward), _divisor(block, backward), vmem) if needed < vmem else None
+    return Blocks(block, divisor(block, forward), divisor(block, backward), vmem) if needed < vmem else None
 
 
 def interpreted(length: int) -> Blocks:
     """Blocks for the interpreter: small, so that short rows have several."""
-    return Blocks(_divisor(length, LANES), LANES, LANES, 0)
+    return Blocks(divisor(length, LANES), LANES, LANES, 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -116,11 +117,6 @@ def _segments(ids_BxT: jax.Array | None, lanes_spec: Any, sublanes_spec: Any) ->
     ids_BxT = ids_BxT.astype(jnp.int32)
     along_sublanes = jnp.broadcast_to(ids_BxT[:, :, None], (*ids_BxT.shape, LANES))
     return [ids_BxT[:, None, :], along_sublanes], [lanes_spec, sublanes_spec]
-
-
-def _divisor(size: int, largest: int) -> int:
-    """The largest divisor that is a multiple of 128 and not above `largest`."""
-    return max(p for p in range(LANES, min(size, largest) + 1, LANES) if size % p == 0)
 
 
 def turns_and_share(num_blocks: int) -> tuple[float, float]:

@@ -105,7 +105,7 @@ def sums_and_cotangents(
 
 def _columns(vocab_size: int) -> int:
     """The largest part of the vocabulary, in whole registers, that divides it."""
-    return max(n for n in range(tiles.LANES, _MAX_COLUMNS + 1, tiles.LANES) if vocab_size % n == 0)
+    return tiles.divisor(vocab_size, _MAX_COLUMNS)
 
 
 def _kernel(

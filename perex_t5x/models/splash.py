@@ -18,7 +18,6 @@ from perex_t5x.models import attention_kernels
 from perex_t5x.models.config import T5Config
 from perex_t5x.per_example.kernels import dispatch, tiles
 
-LANES = 128
 CHECKPOINT_NAME = "context"  # of the kernel's results, for remat policies that save by name
 JAX_SPLASH = "jax_splash"  # `T5Config.attention`: JAX's kernels, whatever ours could take
 FORCED = ("splash", JAX_SPLASH)
@@ -43,8 +42,8 @@ def unsupported_reason(
         return "a prefix that is seen in both directions is not causal"
     if config.compute_dtype not in (jnp.bfloat16, jnp.float32):
         return f"it has no {config.dtype}"
-    if length % LANES:
-        return f"a length of {length}, not a multiple of {LANES}"
+    if length % tiles.LANES:
+        return f"a length of {length}, not a multiple of {tiles.LANES}"
     sizes = (rows, config.num_heads, length, config.head_dim), (rows, config.kv_heads, length, config.head_dim)
     for size, part, name in zip(sizes[0], partitioning.parts(_HEAD_AXES), _HEAD_AXES, strict=True):
         if size % part:
@@ -126,7 +125,7 @@ def _on_device(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, *segments: jax.Array) 
 def _by_jax(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, *segments: jax.Array) -> jax.Array:
     """The same by JAX's kernels, which have one block of keys at a time in vector memory: for very long rows, old chips."""
     _, heads, length, _ = query_BxNxTxH.shape
-    block = max(b for b in range(LANES, min(length, 512) + 1, LANES) if length % b == 0)
+    block = tiles.divisor(length, 512)
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     kernel = splash_attention.make_splash_mha(
         splash_attention.MultiHeadMask([splash_attention.CausalMask((length, length))] * heads),

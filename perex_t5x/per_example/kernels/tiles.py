@@ -96,7 +96,7 @@ def choose(
     chip = _CHIPS.get(kind, _OTHER)
     prefer_rows, prefer_columns = chip.rows, chip.columns
     length = padded_length(length)
-    chunk = _divisor(length, _MAX_CHUNK)
+    chunk = divisor(length, _MAX_CHUNK)
     # From the preferred sizes down, until the buffers fit: first shorter chunks, which cost only the additions between them,
     # then smaller tiles, which read the operands more often.
     while True:
@@ -105,11 +105,11 @@ def choose(
         # Two of each block: Pallas loads the next one while the kernel works on this one.
         buffers = 2 * chunk * (tile_rows + tile_columns) * itemsize
         buffers += 2 * num_sums * area * (2 if has_initial else 1) + (area if chunk < length else 0)
-        part_rows, part_columns = _divisor(tile_rows, chip.part_rows), _divisor(tile_columns, _MAX_PART_COLUMNS)
+        part_rows, part_columns = divisor(tile_rows, chip.part_rows), divisor(tile_columns, _MAX_PART_COLUMNS)
         parts = 2 * part_rows * part_columns * 4  # what is spilled, generously
         if buffers + parts <= chip.vmem:
             return Tile(tile_rows, tile_columns, part_rows, part_columns, chunk, chip.vmem)
-        if chunk > 512 and (smaller := _divisor(length, chunk // 2)) < chunk:
+        if chunk > 512 and (smaller := divisor(length, chunk // 2)) < chunk:
             chunk = smaller
         elif prefer_rows >= prefer_columns and prefer_rows > LANES:
             prefer_rows //= 2
@@ -129,7 +129,7 @@ def _side(size: int, preferred: int, step: int) -> int:
     return min([LANES, *range(step, preferred + preferred // 2, step)], key=cost)
 
 
-def _divisor(length: int, limit: int) -> int:
+def divisor(length: int, limit: int) -> int:
     """The largest divisor up to `limit` that is a multiple of 128; the length itself if that is within the limit."""
     if length <= limit:
         return length
