@@ -19,10 +19,9 @@ from perex_t5x.models import splash
 from perex_t5x.models.config import T5Config
 from perex_t5x.models.layers import Dense, fan_in_init, parameter
 from perex_t5x.models.remat import named
+from perex_t5x.models.rotary import Rotary
+from perex_t5x.models.rotary import apply as apply_rotary
 from perex_t5x.partitioning import constrain
-from perex_t5x.per_example.kernels.dispatch import for_tpu
-
-Rotary = tuple[jax.Array, jax.Array]
 
 
 @struct.dataclass
@@ -82,11 +81,12 @@ class MultiHeadAttention(nn.Module):
 
     def self_attention(self, x_BxTxD: jax.Array, context: LayerContext) -> jax.Array:
         """Attention of the rows to themselves (in mode 'decode': to everything cached so far)."""
+        if context.splash and context.mode == "train" and splash.joins_heads(self.config):
+            return self._by_joined_heads(x_BxTxD, context)
         query, key, value = self._query(x_BxTxD), self.key(x_BxTxD), self.value(x_BxTxD)
         if context.rotary is not None:
             # The kernels take a scaled query: scaled here, in float32, it is rounded no more often than without.
-            scale = splash.query_scale(self._scale, self._by_jax) if context.splash else 1.0
-            query = apply_rotary(query, tuple(x * scale for x in context.rotary))
+            query = apply_rotary(query, context.rotary, self._kernels_scale if context.splash else 1.0)
             key = apply_rotary(key, context.rotary)
         query, key, value = named(query, "query"), named(key, "key"), named(value, "value")
         if context.mode == "prefill":
@@ -96,10 +96,18 @@ class MultiHeadAttention(nn.Module):
         elif context.mode == "decode":
             key, value = self._cached("key", key, context), self._cached("value", value, context)
         if context.splash:
-            swapped = (x.swapaxes(1, 2) for x in (query, key, value))
-            y_BxTxNxH = splash.attend(*swapped, context.segment_ids_BxT, self._by_jax).swapaxes(1, 2)
-            return self.out(y_BxTxNxH)  # the kernels name their results, "context", themselves
+            # The kernels name their results, "context", themselves.
+            return self.out(splash.attend(query, key, value, context.segment_ids_BxT, self.config))
         return self._attend(query, key, value, context.mask, context.bias, context.is_causal)
+
+    def _by_joined_heads(self, x_BxTxD: jax.Array, context: LayerContext) -> jax.Array:
+        """By kernels that take all heads side by side, and rotate them."""
+        layers = {"query": self.query, "key": self.key, "value": self.value}
+        axes = ("batch", "length", "joined_kv")
+        joined = [named(constrain(layer(x_BxTxD, joined=True), axes), name) for name, layer in layers.items()]
+        rotary, scale = context.rotary, self._kernels_scale
+        y_BxTxE = splash.attend(*joined, context.segment_ids_BxT, self.config, rotary, scale)
+        return self.out(y_BxTxE, joined=True)
 
     def cross_attention(self, x_BxTxD: jax.Array, context: LayerContext) -> jax.Array:
         """Attention of the decoder's rows to the encoder's output."""
@@ -144,8 +152,8 @@ class MultiHeadAttention(nn.Module):
         return 1.0 / math.sqrt(self.config.head_dim) if self.scaled else 1.0
 
     @property
-    def _by_jax(self) -> bool:
-        return self.config.attention == splash.JAX_SPLASH
+    def _kernels_scale(self) -> float:
+        return splash.query_scale(self._scale, self.config)
 
 
 def attend_in_double(query_BxTxNxH, key_BxSxKxH, value_BxSxKxH, mask, bias, is_causal, scale) -> jax.Array:
@@ -228,50 +236,6 @@ def cache_mask(positions_B: jax.Array, num_keys: int) -> jax.Array:
 
 
 # --- positions ---------------------------------------------------------------------------------------------------------
-
-
-def rotary_tables(positions_BxT: jax.Array, head_dim: int, max_wavelength: float = 10_000.0) -> Rotary:
-    """Returns (sin, cos) of position · max_wavelength^(-2i / head_dim), i < head_dim / 2, twice: [B, T, 1, head_dim].
-
-    In float32. Both halves of a head are rotated by the same angles.
-    """
-    exponents_F = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-    frequencies_H = jnp.asarray(np.tile(max_wavelength**-exponents_F, 2), jnp.float32)
-    angles_BxTxH = positions_BxT.astype(jnp.float32)[..., None] * frequencies_H[None, None, :]
-    angles_BxTx1xH = angles_BxTxH[:, :, None, :]
-    tables = jnp.sin(angles_BxTx1xH), jnp.cos(angles_BxTx1xH)
-    # Once, not in every layer: XLA would rather compute them again than read them.
-    return jax.lax.optimization_barrier(tables) if for_tpu() else tables
-
-
-def apply_rotary(x_BxTxNxH: jax.Array, rotary: Rotary) -> jax.Array:
-    """Rotates each pair (x_i, x_{i + H/2}) by its position's angle; products of two rotated vectors depend on the
-    difference of their positions only."""
-    sin, cos = rotary
-    wide = jnp.promote_types(x_BxTxNxH.dtype, jnp.float32)
-    turned = turned_by_product(x_BxTxNxH, wide) if for_tpu() else turned_by_halves(x_BxTxNxH, wide)
-    return (x_BxTxNxH.astype(wide) * cos + turned * sin).astype(x_BxTxNxH.dtype)
-
-
-def turned_by_halves(x_BxTxNxH: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Each pair (x_i, x_{i + H/2}) by a quarter turn: (-x_{i + H/2}, x_i)."""
-    first, second = jnp.split(x_BxTxNxH.astype(dtype), 2, axis=-1)
-    return jnp.concatenate((-second, first), axis=-1)
-
-
-def turned_by_product(x_BxTxNxH: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The same as a product with a matrix that has one ±1 in each row and column: exact.
-
-    On TPUs half a head is less than a row of a tile, so that halves are copied; the product is next to nothing.
-    """
-    half = x_BxTxNxH.shape[-1] // 2
-    eye_FxF, zero_FxF = np.eye(half), np.zeros((half, half))
-    turn_HxH = jnp.asarray(np.block([[zero_FxF, eye_FxF], [-eye_FxF, zero_FxF]]), x_BxTxNxH.dtype)
-    # The matrix units multiply bfloat16: what is wider goes through them in parts, none of them dropped.
-    precision = None if x_BxTxNxH.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    return jax.lax.dot_general(
-        x_BxTxNxH, turn_HxH, (((x_BxTxNxH.ndim - 1,), (0,)), ((), ())), precision, preferred_element_type=dtype
-    )
 
 
 def relative_buckets(

@@ -7,6 +7,10 @@ beside the block. A block of queries begins with the block on the diagonal, whic
 position sees itself), then takes the blocks to the left, which need no causal mask. The backward pass computes the logits
 again from the saved log-sum-exp, block by block of keys, and adds the query's gradient up in vector memory, in float32.
 
+Heads whose width is a multiple of 128 are columns of [B, T, heads · width], as the projections' products give and take
+them, and are rotated to their positions here (`rotary`): outside, both are passes over the memory, and an axis of heads
+leaves half of a matrix unit of 256 columns empty. Other heads are [B, heads, T, width], rotated before.
+
 Compared with `jax.experimental.pallas.ops.tpu.splash_attention`: no mask away from the diagonal, half of the diagonal block
 skipped, powers of two, both cores of a v4 or v5p chip in the backward pass, and no partial sums of the query's gradient in
 main memory.
@@ -17,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from perex_t5x.models.rotary import Rotary
 from perex_t5x.per_example.kernels.tiles import LANES, divisor
 
 LOG2_E = math.log2(math.e)
@@ -46,12 +51,33 @@ class Blocks:
       forward, backward: the part of a block's queries (forward) and keys (backward) that is computed at a time. Larger
         ones leave the compiler more to overlap, and skip less of the diagonal block.
       vmem: vector memory for the compiler to use.
+      buffers: of what the kernels read, in the backward pass: 2, or 1 where two do not fit, so that heads wait for theirs.
     """
 
     block: int
     forward: int
     backward: int
     vmem: int
+    buffers: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """What does not depend on values, hashable.
+
+    Attributes:
+      width: of a head.
+      blocks: `choose`, or `interpreted`.
+      scale: of the query, where it is rotated here; otherwise it comes scaled.
+      name: of the results that the backward pass needs, for remat policies.
+      interpret: as in `pallas_call`.
+    """
+
+    width: int
+    blocks: Blocks
+    scale: float
+    name: str
+    interpret: Any
 
 
 # By `jax.Device.device_kind`: parts of forward and backward, and vector memory. By the compiler's schedules of a head of 128
@@ -73,10 +99,13 @@ def choose(length: int, width: int, itemsize: int, kind: str) -> Blocks | None:
         return None
     forward, backward, vmem = _PARTS[kind]
     block = divisor(length, _MAX_BLOCK)
-    # Backward: five arrays of the head in two buffers each, three sums in float32; a part's logits and what is made of them.
     lanes = -(-width // LANES) * LANES
-    needed = length * lanes * (10 * itemsize + 12) + 6 * 4 * block * max(forward, backward)
-    return Blocks(block, divisor(block, forward), divisor(block, backward), vmem) if needed < vmem else None
+    # Backward: three gradients in two buffers each, the rotated query; three sums in float32; a part's logits and what is
+    # made of them. Then query, result, its cotangent and two tables in float32.
+    held = length * lanes * (7 * itemsize + 12) + 6 * 4 * block * max(forward, backward)
+    read = length * lanes * (3 * itemsize + 8)
+    fitting = [n for n in (2, 1) if held + n * read < vmem]
+    return Blocks(block, divisor(block, forward), divisor(block, backward), vmem, fitting[0]) if fitting else None
 
 
 def interpreted(length: int) -> Blocks:
@@ -84,30 +113,58 @@ def interpreted(length: int) -> Blocks:
     return Blocks(divisor(length, LANES), LANES, LANES, 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def attend(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, ids_BxT, blocks: Blocks, name: str, interpret: Any) -> jax.Array:
-    """O, [B, N, T, H]; K divides N.
+def joins_heads(width: int) -> bool:
+    """Whether heads of this width are columns of [B, T, heads · width]: a block has whole registers of columns."""
+    return width % LANES == 0
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def attend(query: jax.Array, key: jax.Array, value: jax.Array, ids_BxT, rotary: Rotary | None, how: How) -> jax.Array:
+    """O, with the query's shape; the heads of key and value divide the query's.
 
     Args:
+      query, key, value: [B, T, heads · width] where `joins_heads(width)`, else [B, heads, T, width].
       ids_BxT: segments, which do not see each other; or None.
-      name: of the results that the backward pass needs, for remat policies.
-      interpret: as in `pallas_call`.
+      rotary: rotates query and key, and scales the query, if heads are joined; None: they are as they shall be.
     """
-    return _forward(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, ids_BxT, blocks, interpret)[0]
+    return _forward(query, key, value, ids_BxT, rotary, how)[0]
 
 
-def _attend_fwd(query, key, value, ids_BxT, blocks, name, interpret):
-    out, lse = _forward(query, key, value, ids_BxT, blocks, interpret)
-    out, lse = checkpoint_name(out, name), checkpoint_name(lse, name)
-    return out, (query, key, value, ids_BxT, out, lse)
+def _attend_fwd(query, key, value, ids_BxT, rotary, how):
+    out, lse = _forward(query, key, value, ids_BxT, rotary, how)
+    out, lse = checkpoint_name(out, how.name), checkpoint_name(lse, how.name)
+    return out, (query, key, value, ids_BxT, rotary, out, lse)
 
 
-def _attend_bwd(blocks, name, interpret, residuals, cotangent):
-    query, key, value, ids_BxT, out, lse = residuals
-    return *_backward(query, key, value, ids_BxT, out, lse, cotangent, blocks, interpret), None
+def _attend_bwd(how, residuals, cotangent):
+    return *_backward(*residuals, cotangent, how), None, None
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def turns_and_share(num_blocks: int) -> tuple[float, float]:
+    """How often the kernels' inner loop runs in a step of the grid, on average; and the share of steps that begin a head."""
+    return (num_blocks - 1) / 2, 1 / num_blocks
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def _heads(x: jax.Array, width: int) -> int:
+    return x.shape[2] // width if x.ndim == 3 else x.shape[1]
+
+
+def _length(x: jax.Array) -> int:
+    return x.shape[-2]
+
+
+def _of_head(x: jax.Array, size: int, width: int, at: Callable[..., tuple[Any, Any, Any]], **options: Any) -> Any:
+    """Blocks of `size` positions of one head of x; `at` maps the grid's indices to (row, head, block)."""
+    if x.ndim == 3:
+        joined = lambda *grid: (at(*grid)[0], at(*grid)[2], at(*grid)[1])  # noqa: E731
+        return pl.BlockSpec((None, size, width), joined, **options)
+    return pl.BlockSpec((None, None, size, width), lambda *grid: (*at(*grid), 0), **options)
 
 
 def _segments(ids_BxT: jax.Array | None, lanes_spec: Any, sublanes_spec: Any) -> tuple[list[Any], list[Any]]:
@@ -119,51 +176,117 @@ def _segments(ids_BxT: jax.Array | None, lanes_spec: Any, sublanes_spec: Any) ->
     return [ids_BxT[:, None, :], along_sublanes], [lanes_spec, sublanes_spec]
 
 
-def turns_and_share(num_blocks: int) -> tuple[float, float]:
-    """How often the kernels' inner loop runs in a step of the grid, on average; and the share of steps that begin a head."""
-    return (num_blocks - 1) / 2, 1 / num_blocks
+def _tables(rotary: Rotary | None, **options: Any) -> tuple[list[Any], list[Any]]:
+    """The tables, [B or 1, T, H], with their blocks: those of a row, while its heads pass by."""
+    if rotary is None:
+        return [], []
+    is_shared = len(rotary[0]) == 1
+    spec = pl.BlockSpec((None, *rotary[0].shape[1:]), lambda b, *_: (0 if is_shared else b, 0, 0), **options)
+    return list(rotary), [spec, spec]
+
+
+def _split(refs: Sequence[Any], has_segments: bool, has_tables: bool) -> tuple[Any, Any, Any]:
+    """The references of segments, tables, and the rest."""
+    first = 2 * has_segments
+    return refs[:first], refs[first : first + 2 * has_tables], refs[first + 2 * has_tables :]
+
+
+def _rotate(x_ref: Any, out_ref: Any, tables: Sequence[Any], start: Any, block: int, scale: float = 1.0) -> None:
+    """Writes the rotated rows of x, which begin at position `start`, block by block."""
+    sin_ref, cos_ref = tables
+
+    def some(k: Any, _: None) -> None:
+        here = pl.ds(_times(k, block), block)
+        at = pl.ds(pl.multiple_of(start + k * block, block), block)
+        x = x_ref[here, :].astype(jnp.float32)
+        y = x * cos_ref[at, :] + _swapped(x) * sin_ref[at, :]
+        out_ref[here, :] = (y if scale == 1.0 else y * scale).astype(out_ref.dtype)
+
+    _for_blocks(x_ref.shape[0] // block, some)
+
+
+def _rotate_back(sum_ref: Any, out_ref: Any, tables: Sequence[Any], block: int, scale: float) -> None:
+    """Writes `scale` times the rows of a gradient; with tables, the gradient with respect to what was rotated."""
+
+    def some(k: Any, _: None) -> None:
+        at = pl.ds(_times(k, block), block)
+        y = sum_ref[at, :] * scale
+        if tables:
+            sin_ref, cos_ref = tables
+            y = y * cos_ref[at, :] + _swapped(y * sin_ref[at, :])
+        out_ref[at, :] = y.astype(out_ref.dtype)
+
+    _for_blocks(sum_ref.shape[0] // block, some)
+
+
+def _swapped(x_TxH: jax.Array) -> jax.Array:
+    """The halves of the head swapped."""
+    return pltpu.roll(x_TxH, x_TxH.shape[1] // 2, 1)
+
+
+def _for_blocks(count: int, body: Callable[[Any, None], None]) -> None:
+    if count == 1:
+        body(0, None)
+    else:
+        jax.lax.fori_loop(0, count, body, None)
+
+
+def _as_row(x_Tx1: jax.Array) -> jax.Array:
+    """[T, 1] -> [1, T]."""
+    return jnp.broadcast_to(x_Tx1, (x_Tx1.shape[0], LANES)).T[:1, :]
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 
-def _forward(
-    query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, ids_BxT, blocks: Blocks, interpret
-) -> tuple[jax.Array, jax.Array]:
-    """O, and log₂ Σ 2^logit, [B, N, 1, T]."""
-    rows, heads, length, width = query_BxNxTxH.shape
-    block = blocks.block
-    group = heads // key_BxKxTxH.shape[1]
-    of_query = pl.BlockSpec((None, None, block, width), lambda b, n, i: (b, n, i, 0))
-    of_keys = pl.BlockSpec((None, None, length, width), lambda b, n, i: (b, n // group, 0, 0))
+def _forward(query, key, value, ids_BxT, rotary, how: How) -> tuple[jax.Array, jax.Array]:
+    """O, and log₂ Σ 2^logit, [B, heads, 1, T]."""
+    rows, length, width, blocks = query.shape[0], _length(query), how.width, how.blocks
+    heads, block = _heads(query, width), blocks.block
+    group = heads // _heads(key, width)
+    num_blocks = length // block
+    of_query = _of_head(query, block, width, lambda b, n, i: (b, n, i))
+    of_keys = _of_head(key, length, width, lambda b, n, i: (b, n // group, 0))
     segments, segment_specs = _segments(
         ids_BxT,
         pl.BlockSpec((None, 1, length), lambda b, n, i: (b, 0, 0)),
         pl.BlockSpec((None, block, LANES), lambda b, n, i: (b, i, 0)),
     )
-    state = [pltpu.VMEM((block, LANES), jnp.float32), pltpu.VMEM((block, LANES), jnp.float32)]
-    state.append(pltpu.VMEM((block, width), jnp.float32))
+    tables, table_specs = _tables(rotary)
+    scratch = [pltpu.VMEM((block, width), query.dtype), pltpu.VMEM((length, width), key.dtype)] if tables else []
+    if num_blocks > 1:
+        scratch += [pltpu.VMEM((block, LANES), jnp.float32)] * 2 + [pltpu.VMEM((block, width), jnp.float32)]
     out, lse = pl.pallas_call(
-        functools.partial(_forward_kernel, blocks=blocks, has_segments=bool(segments), num_blocks=length // block),
-        grid=(rows, heads, length // block),
-        in_specs=[of_query, of_keys, of_keys, *segment_specs],
+        functools.partial(
+            _forward_kernel, how=how, has_segments=bool(segments), has_tables=bool(tables), num_blocks=num_blocks
+        ),
+        grid=(rows, heads, num_blocks),
+        in_specs=[of_query, of_keys, of_keys, *segment_specs, *table_specs],
         out_specs=[of_query, pl.BlockSpec((None, None, 1, block), lambda b, n, i: (b, n, 0, i))],
         out_shape=[
-            jax.ShapeDtypeStruct(query_BxNxTxH.shape, query_BxNxTxH.dtype),
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct((rows, heads, 1, length), jnp.float32),
         ],
-        scratch_shapes=state if length > block else [],
+        scratch_shapes=scratch,
         compiler_params=_compiler_params(blocks, "parallel", "parallel", "arbitrary"),
-        cost_estimate=_cost(2, query_BxNxTxH, key_BxKxTxH),
+        cost_estimate=_cost(2, query, key, width),
         name=FORWARD,
-        interpret=interpret,
-    )(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, *segments)
+        interpret=how.interpret,
+    )(query, key, value, *segments, *tables)
     return out, lse
 
 
-def _forward_kernel(q_ref, k_ref, v_ref, *refs, blocks: Blocks, has_segments: bool, num_blocks: int) -> None:
-    segments, (out_ref, lse_ref, *state) = refs[: 2 * has_segments], refs[2 * has_segments :]
-    i, block, part = pl.program_id(2), blocks.block, blocks.forward
+def _forward_kernel(
+    q_ref, k_ref, v_ref, *refs, how: How, has_segments: bool, has_tables: bool, num_blocks: int
+) -> None:
+    segments, tables, (out_ref, lse_ref, *state) = _split(refs, has_segments, has_tables)
+    i, block, part = pl.program_id(2), how.blocks.block, how.blocks.forward
+    start = _times(i, block)
+    if has_tables:
+        q_rotated, k_rotated, *state = state
+        pl.when(i == 0)(lambda: _rotate(k_ref, k_rotated, tables, 0, block))
+        _rotate(q_ref, q_rotated, tables, start, block, how.scale)
+        q_ref, k_ref = q_rotated, k_rotated
 
     def logits(first: int, keys: Any, diagonal: bool) -> jax.Array:
         """Of `part` queries and the keys of a slice, without those that are hidden."""
@@ -182,10 +305,8 @@ def _forward_kernel(q_ref, k_ref, v_ref, *refs, blocks: Blocks, has_segments: bo
 
     def finish(first: int, m_Qx1, l_Qx1, o_QxH) -> None:
         out_ref[pl.ds(first, part), :] = (o_QxH * (1.0 / l_Qx1)).astype(out_ref.dtype)
-        lse_QxL = jnp.broadcast_to(m_Qx1 + jnp.log2(l_Qx1), (part, LANES))
-        lse_ref[:, pl.ds(first, part)] = lse_QxL.T[:1, :]
+        lse_ref[:, pl.ds(first, part)] = _as_row(m_Qx1 + jnp.log2(l_Qx1))
 
-    start = _times(i, block)
     for first in range(0, block, part):
         # Left of the diagonal within the block, and on it.
         slices = [(pl.ds(start, first), False)] * bool(first) + [(pl.ds(start + first, part), True)]
@@ -225,66 +346,89 @@ def _forward_kernel(q_ref, k_ref, v_ref, *refs, blocks: Blocks, has_segments: bo
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
-def _backward(query, key, value, ids_BxT, out, lse, cotangent, blocks: Blocks, interpret) -> tuple[jax.Array, ...]:
+def _backward(query, key, value, ids_BxT, rotary, out, lse, cotangent, how: How) -> tuple[jax.Array, ...]:
     """Gradients of query, key and value."""
-    rows, heads, length, width = query.shape
-    block = blocks.block
-    kv_heads = key.shape[1]
-    group = heads // kv_heads
-    delta_BxNx1xT = jnp.sum(out.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1)[:, :, None, :]
-    of_head = pl.BlockSpec((None, None, length, width), lambda b, k, g, j: (b, k * group + g, 0, 0))
-    of_keys = pl.BlockSpec((None, None, block, width), lambda b, k, g, j: (b, k, j, 0))
+    rows, length, width, blocks = query.shape[0], _length(query), how.width, how.blocks
+    block, kv_heads = blocks.block, _heads(key, width)
+    group, num_blocks = _heads(query, width) // kv_heads, length // block
+    read = {} if blocks.buffers == 2 else {"pipeline_mode": pl.Buffered(blocks.buffers)}
+    at_head = lambda b, k, g, j: (b, k * group + g, 0)  # noqa: E731
+    of_head = _of_head(query, length, width, at_head, **read)
+    of_keys = _of_head(key, block, width, lambda b, k, g, j: (b, k, j))
     # Its block of keys stays while the heads of the group pass by, and they pass by before the blocks of keys do.
-    of_group = pl.BlockSpec((None, None, length, width), lambda b, k, g, j: (b, k, 0, 0))
+    of_group = _of_head(key, length, width, lambda b, k, g, j: (b, k, 0))
     of_rows = pl.BlockSpec((None, None, 1, length), lambda b, k, g, j: (b, k * group + g, 0, 0))
     segments, segment_specs = _segments(
         ids_BxT,
         pl.BlockSpec((None, 1, length), lambda b, k, g, j: (b, 0, 0)),
         pl.BlockSpec((None, block, LANES), lambda b, k, g, j: (b, j, 0)),
     )
+    tables, table_specs = _tables(rotary, **read)
+    rotated = [pltpu.VMEM((length, width), query.dtype), pltpu.VMEM((block, width), key.dtype)] if tables else []
     return pl.pallas_call(
         functools.partial(
-            _backward_kernel, blocks=blocks, has_segments=bool(segments), num_blocks=length // block, group=group
+            _backward_kernel,
+            how=how,
+            has_segments=bool(segments),
+            has_tables=bool(tables),
+            num_blocks=num_blocks,
+            group=group,
         ),
-        grid=(rows, kv_heads, group, length // block),
-        in_specs=[of_head, of_keys, of_keys, of_head, of_rows, of_rows, *segment_specs],
-        out_specs=[of_head, of_group, of_group],
+        grid=(rows, kv_heads, group, num_blocks),
+        in_specs=[of_head, of_keys, of_keys, of_head, of_head, of_rows, *segment_specs, *table_specs],
+        out_specs=[_of_head(query, length, width, at_head), of_group, of_group],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)],
-        scratch_shapes=[pltpu.VMEM((length, width), jnp.float32)] * 3,
+        scratch_shapes=[pltpu.VMEM((length, width), jnp.float32)] * 3
+        + [pltpu.VMEM((1, length), jnp.float32), *rotated],
         compiler_params=_compiler_params(blocks, "parallel", "parallel", "arbitrary", "arbitrary"),
-        cost_estimate=_cost(5, query, key),
+        cost_estimate=_cost(5, query, key, width),
         name=BACKWARD,
-        interpret=interpret,
-    )(query, key, value, cotangent, lse, delta_BxNx1xT, *segments)
+        interpret=how.interpret,
+    )(query, key, value, out, cotangent, lse, *segments, *tables)
 
 
 def _backward_kernel(
     q_ref,
     k_ref,
     v_ref,
+    out_ref,
     do_ref,
     lse_ref,
-    delta_ref,
     *refs,
-    blocks: Blocks,
+    how: How,
     has_segments: bool,
+    has_tables: bool,
     num_blocks: int,
     group: int,
 ) -> None:
-    segments, refs = refs[: 2 * has_segments], refs[2 * has_segments :]
-    dq_ref, dk_ref, dv_ref, dq_sum, dk_sum, dv_sum = refs
+    segments, tables, refs = _split(refs, has_segments, has_tables)
+    dq_ref, dk_ref, dv_ref, dq_sum, dk_sum, dv_sum, delta_ref, *rotated = refs
     g, j = pl.program_id(2), pl.program_id(3)
-    block, part = blocks.block, blocks.backward
+    block, part = how.blocks.block, how.blocks.backward
     start = _times(j, block)
 
     @pl.when(j == 0)
     def _() -> None:
         dq_sum[...] = jnp.zeros_like(dq_sum)
 
+        def delta(k: Any, _: None) -> None:
+            """Σ O · ∂O of each position."""
+            at = pl.ds(_times(k, block), block)
+            product_QxH = out_ref[at, :].astype(jnp.float32) * do_ref[at, :].astype(jnp.float32)
+            delta_ref[:, at] = _as_row(jnp.sum(product_QxH, axis=1, keepdims=True))
+
+        _for_blocks(num_blocks, delta)
+        if has_tables:
+            _rotate(q_ref, rotated[0], tables, 0, block, how.scale)
+
     @pl.when((g == 0) & (j == 0))
     def _() -> None:
         dk_sum[...] = jnp.zeros_like(dk_sum)
         dv_sum[...] = jnp.zeros_like(dv_sum)
+
+    if has_tables:
+        _rotate(k_ref, rotated[1], tables, start, block)
+        q_ref, k_ref = rotated
 
     def add(first: int, queries: Any, diagonal: bool) -> None:
         """Of `part` keys and the queries of a slice."""
@@ -322,11 +466,11 @@ def _backward_kernel(
     # The logits count in powers of two: d(2^s) = ln 2 · 2^s ds.
     @pl.when(j == num_blocks - 1)
     def _() -> None:
-        dq_ref[...] = (dq_sum[...] / LOG2_E).astype(dq_ref.dtype)
+        _rotate_back(dq_sum, dq_ref, tables, block, (how.scale if has_tables else 1.0) / LOG2_E)
 
     @pl.when((j == num_blocks - 1) & (g == group - 1))
     def _() -> None:
-        dk_ref[...] = (dk_sum[...] / LOG2_E).astype(dk_ref.dtype)
+        _rotate_back(dk_sum, dk_ref, tables, block, 1.0 / LOG2_E)
         dv_ref[...] = dv_sum[...].astype(dv_ref.dtype)
 
 
@@ -350,9 +494,8 @@ def _compiler_params(blocks: Blocks, *semantics: str) -> Any:
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=blocks.vmem or None)
 
 
-def _cost(products: int, query_BxNxTxH: jax.Array, key_BxKxTxH: jax.Array) -> pl.CostEstimate:
+def _cost(products: int, query: jax.Array, key: jax.Array, width: int) -> pl.CostEstimate:
     """Of the visible half of the logits; query and key have a companion each (result and value, or gradients)."""
-    rows, heads, length, width = query_BxNxTxH.shape
-    visible = rows * heads * length * length // 2
-    moved = products * (query_BxNxTxH.nbytes + key_BxKxTxH.nbytes)
+    visible = query.size // width * _length(query) // 2
+    moved = products * (query.nbytes + key.nbytes)
     return pl.CostEstimate(flops=2 * products * visible * width, transcendentals=visible, bytes_accessed=moved)

@@ -19,6 +19,7 @@ from perex_t5x.models.attention import LayerContext, MultiHeadAttention, Relativ
 from perex_t5x.models.config import T5Config
 from perex_t5x.models.head import Head
 from perex_t5x.models.layers import Embed, MlpBlock, OutputProjection, RMSNorm, carried_rms
+from perex_t5x.models.rotary import tables as rotary_tables
 from perex_t5x.partitioning import constrain
 
 Carry = tuple[jax.Array, jax.Array | None]  # of layers: x [B, T, D], and `carried_rms(x)`
@@ -244,7 +245,7 @@ class Decoder(_Stack):
 
         rotary = bias = None
         if not self.has_encoder:
-            rotary = attention.rotary_tables(positions_BxT, cfg.head_dim, cfg.rotary_max_wavelength)
+            rotary = rotary_tables(positions_BxT, cfg.head_dim, cfg.rotary_max_wavelength)
         else:
             relpos_bias = RelativePositionBias(cfg, bidirectional=False, name="relpos_bias")
             # Distances within a packed example are those within the row: no need of its own positions.

@@ -8,6 +8,8 @@ and values do not fit into vector memory. `unsupported_reason` says what the ker
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
@@ -16,12 +18,15 @@ from perex_t5x import partitioning
 from perex_t5x.errors import ConfigError
 from perex_t5x.models import attention_kernels
 from perex_t5x.models.config import T5Config
+from perex_t5x.models.rotary import Rotary
+from perex_t5x.models.rotary import apply as apply_rotary
 from perex_t5x.per_example.kernels import dispatch, tiles
 
 CHECKPOINT_NAME = "context"  # of the kernel's results, for remat policies that save by name
 JAX_SPLASH = "jax_splash"  # `T5Config.attention`: JAX's kernels, whatever ours could take
 FORCED = ("splash", JAX_SPLASH)
-_HEAD_AXES = ("batch", "heads", "length", "kv")
+_HEAD_AXES = ("batch", "length", "heads", "kv")
+_JOINED_AXES = ("batch", "length", "joined_kv")
 
 
 def unsupported_reason(
@@ -44,12 +49,12 @@ def unsupported_reason(
         return f"it has no {config.dtype}"
     if length % tiles.LANES:
         return f"a length of {length}, not a multiple of {tiles.LANES}"
-    sizes = (rows, config.num_heads, length, config.head_dim), (rows, config.kv_heads, length, config.head_dim)
-    for size, part, name in zip(sizes[0], partitioning.parts(_HEAD_AXES), _HEAD_AXES, strict=True):
+    parts = partitioning.parts(_HEAD_AXES)
+    for size, part, name in zip((rows, length, config.num_heads, config.head_dim), parts, _HEAD_AXES, strict=True):
         if size % part:
             return f"{size} {name} do not divide over {part} devices"
-    if config.kv_heads % partitioning.parts(_HEAD_AXES)[1]:
-        return f"{config.kv_heads} key and value heads do not divide over {partitioning.parts(_HEAD_AXES)[1]} devices"
+    if config.kv_heads % parts[2]:
+        return f"{config.kv_heads} key and value heads do not divide over {parts[2]} devices"
     if config.attention == "auto" and not _for_tpu():
         return dispatch.NOT_FOR_TPUS
     if _for_tpu() and not partitioning.knows_devices():
@@ -82,48 +87,71 @@ def description(config: T5Config, rows: int, length: int, **features: bool) -> s
     return f"attention: XLA's, not splash kernels ({unsupported_reason(config, rows, length, **features)})"
 
 
-def query_scale(scale: float, by_jax: bool = False) -> float:
-    """What the query is to be multiplied with before `attend`, for logits with this scale."""
-    return scale if by_jax else scale * attention_kernels.LOG2_E
+def joins_heads(config: T5Config) -> bool:
+    """Whether `attend` takes [B, T, heads · head_dim], and rotates; else [B, T, heads, head_dim], rotated and scaled."""
+    return config.attention != JAX_SPLASH and attention_kernels.joins_heads(config.head_dim)
+
+
+def query_scale(scale: float, config: T5Config) -> float:
+    """What the query is to be multiplied with, for logits with this scale: our kernels count in powers of two."""
+    return scale if config.attention == JAX_SPLASH else scale * attention_kernels.LOG2_E
 
 
 def attend(
-    query_BxNxTxH: jax.Array,
-    key_BxKxTxH: jax.Array,
-    value_BxKxTxH: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
     segment_ids_BxT: jax.Array | None,
-    by_jax: bool = False,
+    config: T5Config,
+    rotary: Rotary | None = None,
+    scale: float = 1.0,
 ) -> jax.Array:
-    """softmax(Q Kᵀ, where causal and of the same segment) V, [B, N, T, H]; the query has the factor `query_scale`.
+    """softmax(Q Kᵀ, where causal and of the same segment) V, with the query's axes.
 
     Args:
-      by_jax: JAX's kernels instead of ours.
+      query, key, value: [B, T, heads · head_dim], or [B, T, heads, head_dim]: see `joins_heads`.
+      rotary, scale: rotate query and key, multiply the query with `scale`, where heads are joined.
     """
+    axes = _JOINED_AXES if query.ndim == 3 else _HEAD_AXES
     segments = () if segment_ids_BxT is None else (segment_ids_BxT,)
-    names = (_HEAD_AXES,) * 3 + (("batch", "length"),) * len(segments)
-    return partitioning.on_each_device(_by_jax if by_jax else _on_device, names, _HEAD_AXES)(
-        query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, *segments
-    )
+    names = (axes,) * 3 + (("batch", "length"),) * len(segments)
+    if rotary is not None:
+        names += (("batch" if len(rotary[0]) > 1 else None, "length", None),) * 2
+
+    def run(query: jax.Array, key: jax.Array, value: jax.Array, *others: jax.Array) -> jax.Array:
+        ids_BxT, tables = (others[0] if segments else None), others[len(segments) :]
+        return _on_device(query, key, value, ids_BxT, tables or None, scale, config)
+
+    return partitioning.on_each_device(run, names, axes)(query, key, value, *segments, *(rotary or ()))
 
 
-def _on_device(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, *segments: jax.Array) -> jax.Array:
-    _, _, length, width = query_BxNxTxH.shape
+def _on_device(query, key, value, ids_BxT, rotary, scale: float, config: T5Config) -> jax.Array:
+    length, width = query.shape[1], config.head_dim
     interpret = not dispatch.for_tpu()
-    blocks = attention_kernels.choose(length, width, query_BxNxTxH.dtype.itemsize, tiles.device_kind())
+    blocks = attention_kernels.choose(length, width, query.dtype.itemsize, tiles.device_kind())
     if interpret:
         blocks = attention_kernels.interpreted(length)
-    if blocks is None:
-        # Those count in powers of e.
-        query_BxNxTxH = (query_BxNxTxH.astype(jnp.float32) / attention_kernels.LOG2_E).astype(query_BxNxTxH.dtype)
-        return _by_jax(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, *segments)
-    ids_BxT = segments[0] if segments else None
-    return attention_kernels.attend(
-        query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, ids_BxT, blocks, CHECKPOINT_NAME, interpret
-    )
+    by_jax = config.attention == JAX_SPLASH or blocks is None
+    if by_jax:
+        function = _by_jax
+    else:
+        how = attention_kernels.How(width, blocks, scale, CHECKPOINT_NAME, interpret)
+        if query.ndim == 3:
+            return attention_kernels.attend(query, key, value, ids_BxT, rotary, how)
+        function = functools.partial(attention_kernels.attend, rotary=None, how=how)
+    shape = query.shape
+    if query.ndim == 3:  # not so with JAX's kernels
+        query, key, value = (x.reshape(*x.shape[:2], -1, width) for x in (query, key, value))
+        if rotary is not None:
+            query, key = apply_rotary(query, rotary, scale), apply_rotary(key, rotary)
+    if by_jax and config.attention != JAX_SPLASH:  # they count in powers of e
+        query = (query.astype(jnp.float32) / attention_kernels.LOG2_E).astype(query.dtype)
+    out_BxNxTxH = function(*(x.swapaxes(1, 2) for x in (query, key, value)), ids_BxT)
+    return out_BxNxTxH.swapaxes(1, 2).reshape(shape)
 
 
-def _by_jax(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, *segments: jax.Array) -> jax.Array:
-    """The same by JAX's kernels, which have one block of keys at a time in vector memory: for very long rows, old chips."""
+def _by_jax(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, ids_BxT: jax.Array | None) -> jax.Array:
+    """By JAX's kernels, which have one block of keys at a time in vector memory: for very long rows, and old chips."""
     _, heads, length, _ = query_BxNxTxH.shape
     block = tiles.divisor(length, 512)
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
@@ -136,9 +164,9 @@ def _by_jax(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, *segments: jax.Array) -> 
         residual_checkpoint_name=CHECKPOINT_NAME,
         interpret=not dispatch.for_tpu(),
     )
-    if not segments:
+    if ids_BxT is None:
         return jax.vmap(kernel)(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH)
-    ids_BxT = segments[0].astype(jnp.int32)
+    ids_BxT = ids_BxT.astype(jnp.int32)
     return jax.vmap(kernel)(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, splash_attention.SegmentIds(ids_BxT, ids_BxT))
 
 

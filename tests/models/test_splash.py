@@ -12,7 +12,7 @@ from flax import linen as nn
 from perex_t5x import models, optimizers, partitioning, per_example
 from perex_t5x.errors import ConfigError
 from perex_t5x.hardware.devices import tpu_devices
-from perex_t5x.models import attention_kernels, splash
+from perex_t5x.models import attention_kernels, rotary, splash
 from perex_t5x.models.attention import attend_in_double
 from perex_t5x.partitioning import PjitPartitioner, standard_logical_axis_rules
 from perex_t5x.preflight.step import compile_lowered
@@ -28,68 +28,75 @@ LENGTH = 256  # two blocks of 128 in the interpreter: one is hidden, one partly,
 SCALE = 0.3
 
 
-def operands(dtype, packed, kv_heads, heads=4, head_dim=16, rows=2):
-    """Query (in float32, as rotary positions leave it), key, value, cotangent; segment ids, with padding, or None."""
+def operands(dtype, packed, kv_heads, head_dim, heads=4, rows=2):
+    """Query, key, value, cotangent, [B, T, N, H]; segment ids, with padding, or None; rotary tables of the positions."""
     draw = np.random.default_rng(0)
-    shapes = [(rows, n, LENGTH, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
-    arrays = [
-        jnp.asarray(draw.normal(size=s), d) for s, d in zip(shapes, ("float32", dtype, dtype, dtype), strict=True)
-    ]
-    ids_BxT = None
+    shapes = [(rows, LENGTH, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+    arrays = [jnp.asarray(draw.normal(size=s) / np.sqrt(head_dim / 16), dtype) for s in shapes]
+    positions_BxT, ids_BxT = np.arange(LENGTH)[None], None
     if packed:
         lengths = [(100, 30, 70, 56), (200, 56)]
         ids_BxT = np.stack([np.repeat(np.arange(1, len(n) + 1), n) for n in lengths])
+        positions_BxT = np.stack([np.concatenate([np.arange(n) for n in row]) for row in lengths])
         ids_BxT[0, 200:] = 0  # padding
         ids_BxT = jnp.asarray(ids_BxT, jnp.int32)
-    return arrays, ids_BxT
+    return arrays, ids_BxT, rotary.tables(jnp.asarray(positions_BxT), head_dim)
 
 
-def by_xla(query, key, value, ids_BxT):
+def by_xla(query, key, value, ids_BxT, tables):
     mask = None if ids_BxT is None else (ids_BxT[:, :, None] == ids_BxT[:, None, :])[:, None]
-    swapped = (x.swapaxes(1, 2) for x in (query.astype(key.dtype), key, value))
-    return jax.nn.dot_product_attention(*swapped, mask=mask, is_causal=True, scale=SCALE).swapaxes(1, 2)
+    query, key = rotary.apply(query, tables), rotary.apply(key, tables)
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True, scale=SCALE)
 
 
-def by_kernels(query, key, value, ids_BxT, by_jax=False):
-    scaled = (query * splash.query_scale(SCALE, by_jax)).astype(key.dtype)
-    return splash.attend(scaled, key, value, ids_BxT, by_jax)
+def by_kernels(query, key, value, ids_BxT, tables, cfg):
+    scale = splash.query_scale(SCALE, cfg)
+    if splash.joins_heads(cfg):
+        joined = (x.reshape(*x.shape[:2], -1) for x in (query, key, value))
+        return splash.attend(*joined, ids_BxT, cfg, tables, scale).reshape(query.shape)
+    return splash.attend(rotary.apply(query, tables, scale), rotary.apply(key, tables), value, ids_BxT, cfg)
 
 
-def exactly(query, key, value, ids_BxT):
+def exactly(query, key, value, ids_BxT, tables):
     mask = None if ids_BxT is None else (ids_BxT[:, :, None] == ids_BxT[:, None, :])[:, None]
-    swapped = (x.swapaxes(1, 2) for x in (query, key, value))
-    return attend_in_double(*swapped, mask, None, True, SCALE).swapaxes(1, 2)
+    query, key = rotary.apply(query, tables), rotary.apply(key, tables)
+    return attend_in_double(query, key, value, mask, None, True, SCALE)
 
 
-def with_gradients(function, arrays, ids_BxT):
+def with_gradients(function, arrays, *others):
     """The result, and the gradients of query, key and value; NumPy in double precision."""
 
     def run(*arrays):
         *arguments, cotangent = arrays
-        result, vjp = jax.vjp(lambda *x: function(*x, ids_BxT), *arguments)
+        result, vjp = jax.vjp(lambda *x: function(*x, *others), *arguments)
         return result, *vjp(cotangent)
 
     return [np.asarray(x, np.float64) for x in jax.jit(run)(*arrays)]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "packed", "kv_heads", "by_jax"),
+    ("dtype", "packed", "kv_heads", "attention", "head_dim"),
     [
-        ("float32", False, 4, False),
-        ("float32", True, 2, False),
-        ("bfloat16", True, 1, False),
-        ("float32", True, 2, True),
-        pytest.param("bfloat16", False, 4, True, marks=pytest.mark.slow),
+        ("float32", False, 4, "splash", 16),
+        ("float32", False, 4, "splash", 128),  # heads side by side, rotated by the kernels
+        ("float32", True, 2, "splash", 128),
+        ("bfloat16", True, 1, "splash", 128),
+        ("float32", True, 2, "jax_splash", 16),
+        pytest.param("float32", True, 2, "splash", 16, marks=pytest.mark.slow),
+        pytest.param("bfloat16", True, 1, "splash", 16, marks=pytest.mark.slow),
+        pytest.param("bfloat16", False, 4, "jax_splash", 16, marks=pytest.mark.slow),
     ],
 )
-def test_kernels_compute_attention(dtype, packed, kv_heads, by_jax):
-    arrays, ids_BxT = operands(dtype, packed, kv_heads)
+def test_kernels_compute_attention(dtype, packed, kv_heads, attention, head_dim):
+    arrays, ids_BxT, tables = operands(dtype, packed, kv_heads, head_dim)
+    cfg = config(attention=attention, head_dim=head_dim)
     with jax.enable_x64(True):
-        exact = with_gradients(exactly, [x.astype(jnp.float64) for x in arrays], ids_BxT)
+        wide = [x.astype(jnp.float64) for x in (*arrays, *tables)]
+        exact = with_gradients(exactly, wide[:4], ids_BxT, tuple(wide[4:]))
     for name, by_kernel, xla, expected in zip(
         ("result", "query", "key", "value"),
-        with_gradients(functools.partial(by_kernels, by_jax=by_jax), arrays, ids_BxT),
-        with_gradients(by_xla, arrays, ids_BxT),
+        with_gradients(functools.partial(by_kernels, cfg=cfg), arrays, ids_BxT, tables),
+        with_gradients(by_xla, arrays, ids_BxT, tables),
         exact,
         strict=True,
     ):
@@ -122,29 +129,41 @@ def loss_of(model, batch):
 
 
 @functools.cache
-def initial():
+def initial(head_dim):
     batch = batch_of(3)
-    variables = network().get_initial_variables(jax.random.key(0), {k: v.shape for k, v in batch.items()})
+    variables = network(head_dim=head_dim).get_initial_variables(
+        jax.random.key(0), {k: v.shape for k, v in batch.items()}
+    )
     return jax.tree.map(lambda x: x.value, variables["params"], is_leaf=lambda x: hasattr(x, "names"))
 
 
-@pytest.mark.parametrize("policy", ["full", pytest.param("none", marks=pytest.mark.slow)])
-def test_engine_goes_through_the_kernels(policy):
+@pytest.mark.parametrize(
+    ("policy", "head_dim"),
+    [
+        ("full", 128),
+        *(pytest.param(*v, marks=pytest.mark.slow) for v in (("full", 16), ("none", 16), ("save_qkv", 128))),
+    ],
+)
+def test_engine_goes_through_the_kernels(policy, head_dim):
     """Scanned, rematerialised, packed, grouped-query: against a loop over single examples."""
-    batch = batch_of(3)
-    loss = loss_of(network(remat_policy=policy), batch)
-    stats, _ = jax.jit(per_example.grad_statistics(loss, SOME))(initial(), batch)
-    assert_matches(stats, single_gradients(loss_of(network(attention="xla"), batch), initial(), batch))
+    batch, params = batch_of(3), initial(head_dim)
+    loss = loss_of(network(remat_policy=policy, head_dim=head_dim), batch)
+    stats, _ = jax.jit(per_example.grad_statistics(loss, SOME))(params, batch)
+    assert_matches(stats, single_gradients(loss_of(network(attention="xla", head_dim=head_dim), batch), params, batch))
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((2, 2, 2), (1, 1, 4), (1, 4, 1)))]
+    ("shape", "head_dim"),
+    [
+        ((1, 2, 2), 128),
+        *(pytest.param(s, d, marks=pytest.mark.slow) for s in ((2, 2, 2), (1, 1, 4), (1, 4, 1)) for d in (16, 128)),
+    ],
 )
-def test_tensor_parallelism(shape):
+def test_tensor_parallelism(shape, head_dim):
     """The kernels on each device's heads, with and without a `shard_map` around."""
 
     def gradient(attention, shape):
-        model = network(attention=attention, num_kv_heads=4, num_decoder_layers=1)
+        model = network(attention=attention, num_kv_heads=4, num_decoder_layers=1, head_dim=head_dim)
         model.optimizer_def = optimizers.micro_adam(0.1)
         partitioner = PjitPartitioner(
             ici_mesh_shape=shape,
@@ -228,14 +247,18 @@ def test_evaluation_compiles_for_tpus():
 def test_memory_grows_linearly(packed):
     """Forward and backward, the same rows at every length; JAX's kernels take the longest."""
 
+    cfg = config(head_dim=128)
+
     def temporaries(length):
-        def run(q, k, v, ids, cotangent):
-            out, vjp = jax.vjp(lambda *x: splash.attend(*x, ids if packed else None), q, k, v)
+        def run(q, k, v, ids, sin, cos, cotangent):
+            attend = functools.partial(splash.attend, config=cfg, rotary=(sin, cos))
+            out, vjp = jax.vjp(lambda *x: attend(*x, ids if packed else None), q, k, v)
             return out, vjp(cotangent)
 
-        like = [jax.ShapeDtypeStruct((1, n, length, 128), jnp.bfloat16) for n in (4, 2, 2, 4)]
+        like = [jax.ShapeDtypeStruct((1, length, n * 128), jnp.bfloat16) for n in (4, 2, 2, 4)]
         ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        compiled = compiled_for_tpus(run, "v5e:1x1", (1, 1, 1), *like[:3], ids, like[3])
+        table = jax.ShapeDtypeStruct((1, length, 128), jnp.float32)
+        compiled = compiled_for_tpus(run, "v5e:1x1", (1, 1, 1), *like[:3], ids, table, table, like[3])
         name = attention_kernels.BACKWARD if length <= 8192 else "splash_mha_dkv"
         assert name in compiled.as_text()
         return compiled.memory_analysis().temp_size_in_bytes
