@@ -380,7 +380,15 @@ def _backward(query, key, value, ids_BxT, rotary, out, lse, cotangent, how: How)
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)],
         scratch_shapes=[pltpu.VMEM((length, width), jnp.float32)] * 3
         + [pltpu.VMEM((1, length), jnp.float32), *rotated],
-        compiler_params=_compiler_params(blocks, "parallel", "parallel", "arbitrary", "arbitrary"),
+        compiler_params=_compiler_params(
+            blocks,
+            "parallel",
+            "parallel",
+            "arbitrary",
+            "arbitrary",
+            # Slices of what all layers have kept: read from there, not copied before.
+            allow_input_fusion=(True,) * 4 + (False, True) + (False,) * (len(segments) + len(tables)),
+        ),
         cost_estimate=_cost(5, query, key, width),
         name=BACKWARD,
         interpret=how.interpret,
@@ -490,8 +498,8 @@ def _times(i: Any, block: int) -> Any:
     return pl.multiple_of(i * block, block)
 
 
-def _compiler_params(blocks: Blocks, *semantics: str) -> Any:
-    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=blocks.vmem or None)
+def _compiler_params(blocks: Blocks, *semantics: str, **others: Any) -> Any:
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=blocks.vmem or None, **others)
 
 
 def _cost(products: int, query: jax.Array, key: jax.Array, width: int) -> pl.CostEstimate:

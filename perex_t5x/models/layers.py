@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from perex_t5x import partitioning
 from perex_t5x.models import dropout
@@ -224,9 +225,15 @@ def _cotangents_held(*branches_BxTxF: jax.Array) -> tuple[jax.Array, ...]:
     """The same values; their cotangents are computed once and held.
 
     Two products take each cotangent, and XLA would compute the activations' derivatives again in the operands of both, at
-    up to half the cost of the product. Held, they are computed as the product before them leaves the matrix unit.
+    up to half the cost of the product. Held, they are computed as the product before them leaves the matrix unit; and they
+    are laid out as the values are, which XLA would otherwise copy to another order on v6e.
     """
     return branches_BxTxF
 
 
-_cotangents_held.defvjp(lambda *x: (x, None), lambda _, cotangents: jax.lax.optimization_barrier(cotangents))
+def _cotangents_held_backward(_: None, cotangents_BxTxF: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    in_order = [Layout(tuple(range(x.ndim))) for x in cotangents_BxTxF]
+    return tuple(with_layout_constraint(jax.lax.optimization_barrier(list(cotangents_BxTxF)), in_order))
+
+
+_cotangents_held.defvjp(lambda *x: (x, None), _cotangents_held_backward)
