@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from perex_t5x.models.rotary import Rotary
+from perex_t5x.models.rows import examples_as_rows
 from perex_t5x.per_example.kernels.tiles import LANES, divisor
 
 LOG2_E = math.log2(math.e)
@@ -101,11 +102,13 @@ def choose(length: int, width: int, itemsize: int, kind: str) -> Blocks | None:
     block = divisor(length, _MAX_BLOCK)
     lanes = -(-width // LANES) * LANES
     # Backward: three gradients in two buffers each, the rotated query; three sums in float32; a part's logits and what is
-    # made of them. Then query, result, its cotangent and two tables in float32.
-    held = length * lanes * (7 * itemsize + 12) + 6 * 4 * block * max(forward, backward)
-    read = length * lanes * (3 * itemsize + 8)
-    fitting = [n for n in (2, 1) if held + n * read < vmem]
-    return Blocks(block, divisor(block, forward), divisor(block, backward), vmem, fitting[0]) if fitting else None
+    # made of them. And what is read: query, result, its cotangent, and two tables in float32.
+    head = length * lanes
+    for buffers, part in ((2, backward), (1, backward), (1, 256)):
+        part = divisor(block, part)
+        if head * (7 * itemsize + 12) + 6 * 4 * block * part + buffers * head * (3 * itemsize + 8) < vmem:
+            return Blocks(block, divisor(block, forward), part, vmem, buffers)
+    return None
 
 
 def interpreted(length: int) -> Blocks:
@@ -127,17 +130,17 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, ids_BxT, rotary: 
       ids_BxT: segments, which do not see each other; or None.
       rotary: rotates query and key, and scales the query, if heads are joined; None: they are as they shall be.
     """
-    return _forward(query, key, value, ids_BxT, rotary, how)[0]
+    return examples_as_rows(functools.partial(_forward, how))(query, key, value, ids_BxT, rotary)[0]
 
 
 def _attend_fwd(query, key, value, ids_BxT, rotary, how):
-    out, lse = _forward(query, key, value, ids_BxT, rotary, how)
+    out, lse = examples_as_rows(functools.partial(_forward, how))(query, key, value, ids_BxT, rotary)
     out, lse = checkpoint_name(out, how.name), checkpoint_name(lse, how.name)
     return out, (query, key, value, ids_BxT, rotary, out, lse)
 
 
 def _attend_bwd(how, residuals, cotangent):
-    return *_backward(*residuals, cotangent, how), None, None
+    return *examples_as_rows(functools.partial(_backward, how))(*residuals, cotangent), None, None
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)
@@ -239,7 +242,7 @@ def _as_row(x_Tx1: jax.Array) -> jax.Array:
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 
-def _forward(query, key, value, ids_BxT, rotary, how: How) -> tuple[jax.Array, jax.Array]:
+def _forward(how: How, query, key, value, ids_BxT, rotary) -> tuple[jax.Array, jax.Array]:
     """O, and log₂ Σ 2^logit, [B, heads, 1, T]."""
     rows, length, width, blocks = query.shape[0], _length(query), how.width, how.blocks
     heads, block = _heads(query, width), blocks.block
@@ -346,7 +349,7 @@ def _forward_kernel(
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
-def _backward(query, key, value, ids_BxT, rotary, out, lse, cotangent, how: How) -> tuple[jax.Array, ...]:
+def _backward(how: How, query, key, value, ids_BxT, rotary, out, lse, cotangent) -> tuple[jax.Array, ...]:
     """Gradients of query, key and value."""
     rows, length, width, blocks = query.shape[0], _length(query), how.width, how.blocks
     block, kv_heads = blocks.block, _heads(key, width)

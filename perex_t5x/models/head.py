@@ -19,13 +19,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 
 from perex_t5x import partitioning
 from perex_t5x.models import losses, softmax_kernel
 from perex_t5x.models.config import T5Config
 from perex_t5x.models.losses import LogitSums, TokenLosses
+from perex_t5x.models.rows import examples_as_rows
 from perex_t5x.per_example.engine import shard_map
 from perex_t5x.per_example.kernels.dispatch import for_tpu
 
@@ -147,7 +147,9 @@ def _operands(how: _How, x_BxTxD: jax.Array, kernel_DxV: jax.Array) -> tuple[jax
 
 def _forward(how: _How, x_BxTxD: Any, kernel_DxV: Any, targets_BxT: Any, weights_BxT: Any, normalizer: Any) -> Any:
     operands = _operands(how, x_BxTxD, kernel_DxV)
-    sums, dlogits_BxTxV = _sums_and_cotangents(how)(*operands, targets_BxT, weights_BxT / normalizer)
+    # How many rows there are decides about the chunks.
+    by_chunks = examples_as_rows(functools.partial(_by_chunks, how), weights=(1,))
+    sums, dlogits_BxTxV = by_chunks(*operands, targets_BxT, weights_BxT / normalizer)
     objective, per_token = _weighted(how, sums, kernel_DxV.shape[1], weights_BxT, normalizer)
     like = jnp.zeros((), x_BxTxD.dtype), jnp.zeros((), kernel_DxV.dtype)
     return (objective, per_token), (operands, dlogits_BxTxV, objective, per_token.loss, normalizer, like)
@@ -176,42 +178,10 @@ _objective.defvjp(_forward, _backward)
 # --- chunks -----------------------------------------------------------------------------------------------------------
 
 
-def _sums_and_cotangents(how: _How) -> Any:
-    """f(x, W, targets, scales) -> sums of each token's logits, and ∂(Σ scale · loss)/∂logits, [B, T, V]."""
-
-    # Under `vmap`, as the per-example engine applies it, examples are rows like any other: how many there are decides about
-    # the chunks, and a kernel sees one large array.
-    @custom_vmap
-    def compute(x_BxTxD: Any, kernel_DxV: Any, targets_BxT: Any, scales_BxT: Any) -> Any:
-        return _by_chunks(how, x_BxTxD, kernel_DxV, targets_BxT, scales_BxT)
-
-    @compute.def_vmap
-    def mapped(axis_size: int, in_batched: Any, *arguments: Any) -> Any:
-        x, kernel, targets, scales = arguments
-        if in_batched[1]:  # networks of their own: one after another
-
-            def one(rows: Any) -> Any:
-                rows = iter(rows)
-                return compute(*(next(rows) if b else a for a, b in zip(arguments, in_batched, strict=True)))
-
-            out = jax.lax.map(one, [a for a, b in zip(arguments, in_batched, strict=True) if b])
-        else:
-            whole = [
-                a if b else jnp.broadcast_to(a, (axis_size, *a.shape))
-                for a, b in zip((x, targets, scales), (in_batched[0], *in_batched[2:]), strict=True)
-            ]
-            x, targets, scales = (a.reshape(-1, *a.shape[2:]) for a in whole)
-            out = compute(x, kernel, targets, scales)
-            out = jax.tree.map(lambda a: a.reshape(axis_size, -1, *a.shape[1:]), out)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return compute
-
-
 def _by_chunks(
     how: _How, x_BxTxD: jax.Array, kernel_DxV: jax.Array, targets_BxT: jax.Array, scales_BxT: jax.Array | None
 ) -> tuple[LogitSums, jax.Array | None]:
-    """The same chunk by chunk; without scales, the sums alone."""
+    """Sums of each token's logits, and ∂(Σ scale · loss)/∂logits, [B, T, V]; without scales, the sums alone."""
     rows, length = targets_BxT.shape
     size = kernel_DxV.shape[1]
     chunk = how.chunk_length(rows, length)

@@ -34,8 +34,8 @@ def apply(x_BxTxNxH: jax.Array, rotary: Rotary, scale: float = 1.0) -> jax.Array
     """The rotated heads, times `scale`; computed in at least float32, rounded once.
 
     >>> x_1x1x1x2 = jnp.array([[[[1.0, 0.0]]]])
-    >>> apply(x_1x1x1x2, tables(jnp.array([[2]]), 2)).round(3).tolist()  # by 2 radians
-    [[[[-0.416, 0.909]]]]
+    >>> [round(float(x), 3) for x in apply(x_1x1x1x2, tables(jnp.array([[2]]), 2)).ravel()]  # by 2 radians
+    [-0.416, 0.909]
     """
     sin, cos = (x_BxTxH[:, :, None, :] * scale for x_BxTxH in rotary)
     wide = jnp.promote_types(x_BxTxNxH.dtype, jnp.float32)
