@@ -84,6 +84,8 @@ CASES = {
         Case("1_2b", "v5p_512", 1024, 2048, NAMED, 0.60),
         Case("1_2b", "v6e_256", 1024, 2048, NAMED, 0.60),
         Case("8b", "v5p_512", 8192, 512, NAMED, 0.60),
+        Case("8b", "v6e_256", 8192, 256, "save_dot_with_context_except_mlp", 0.0),
+        Case("8b", "tpu7x_128", 8192, 256, NAMED, 0.0),
     )
 }
 
