@@ -6,7 +6,8 @@ layers.py     norm, projection, MLP          *_model.py    loss_fn, predict_batc
 attention.py  heads, cache, masks, positions decoding.py   greedy, sampling, beam search
 dropout.py    one key per example            head.py       output projection and loss in chunks
 splash.py     attention by TPU kernels       remat.py      what the backward pass keeps
-softmax_kernel.py  the loss by a TPU kernel
+rotary.py     positions as rotations         rows.py       examples as rows, for kernels and chunks
+attention_kernels.py, softmax_kernel.py      the TPU kernels
 """
 
 from perex_t5x.models.base_model import BaseTransformerModel
