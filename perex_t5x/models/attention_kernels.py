@@ -389,8 +389,11 @@ def _backward(how: How, query, key, value, ids_BxT, rotary, out, lse, cotangent)
             "parallel",
             "arbitrary",
             "arbitrary",
-            # Slices of what all layers have kept: read from there, not copied before.
-            allow_input_fusion=(True,) * 4 + (False, True) + (False,) * (len(segments) + len(tables)),
+            # Slices of what all layers have kept: read from there, not copied before. Not where the kernel takes blocks at
+            # places that are known only as it runs: with that the compiler fails.
+            allow_input_fusion=(num_blocks == 1,) * 4
+            + (False, num_blocks == 1)
+            + (False,) * (len(segments) + len(tables)),
         ),
         cost_estimate=_cost(5, query, key, width),
         name=BACKWARD,

@@ -268,3 +268,28 @@ def test_memory_grows_linearly(packed):
         # One T x T array in bfloat16 would be 134 MB at 8192; q is 8.4 MB there.
         assert size < 8 * 4 * length * 128 * 2, measured
     print(measured)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1024, 2048])
+def test_what_all_layers_kept_is_read_in_place(length):
+    """The backward kernel's operands are slices of the layers' stack; with several blocks they are copied before."""
+    cfg = config(head_dim=128)
+
+    def run(stack, cotangent, sin, cos):
+        def step(cotangent, layer):
+            _, vjp = jax.vjp(lambda *x: splash.attend(*x, None, cfg, (sin, cos)), *layer)
+            return sum(vjp(cotangent)), None
+
+        return jax.lax.scan(step, cotangent, stack)[0]
+
+    stack = [jax.ShapeDtypeStruct((3, 1, length, 256), jnp.bfloat16)] * 3
+    table = jax.ShapeDtypeStruct((1, length, 128), jnp.float32)
+    compiled = compiled_for_tpus(
+        run, "v5e:1x1", (1, 1, 1), stack, jax.ShapeDtypeStruct((1, length, 256), jnp.bfloat16), table, table
+    )
+    backward = [
+        line for line in compiled.as_text().splitlines() if f"%{attention_kernels.BACKWARD}" in line.partition("=")[0]
+    ]
+    assert any(" fusion(" in line for line in backward) == (length == 1024), backward

@@ -141,8 +141,6 @@ def _sharding(product: Product) -> str:
 
 
 def _size(product: Product) -> str:
-    if product.context.num_examples == 1:  # XLA applies φ to the product as it leaves the matrix units
-        return "one example at a time"
     if product.length < _SHORTEST:
         return f"a sequence of {product.length}"
     rows, columns = _matrix(product)
