@@ -41,6 +41,7 @@ _MAX_BLOCK = 1024
 _NT = (((1,), (1,)), ((), ()))  # A Bᵀ
 _NN = (((1,), (0,)), ((), ()))  # A B
 _MIB = 2**20
+_ROTARY = 4  # the position of the tables among the arguments of `_forward` and `_backward`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,17 +131,17 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, ids_BxT, rotary: 
       ids_BxT: segments, which do not see each other; or None.
       rotary: rotates query and key, and scales the query, if heads are joined; None: they are as they shall be.
     """
-    return examples_as_rows(functools.partial(_forward, how))(query, key, value, ids_BxT, rotary)[0]
+    return examples_as_rows(functools.partial(_forward, how), shared=(_ROTARY,))(query, key, value, ids_BxT, rotary)[0]
 
 
 def _attend_fwd(query, key, value, ids_BxT, rotary, how):
-    out, lse = examples_as_rows(functools.partial(_forward, how))(query, key, value, ids_BxT, rotary)
+    out, lse = examples_as_rows(functools.partial(_forward, how), shared=(_ROTARY,))(query, key, value, ids_BxT, rotary)
     out, lse = checkpoint_name(out, how.name), checkpoint_name(lse, how.name)
     return out, (query, key, value, ids_BxT, rotary, out, lse)
 
 
 def _attend_bwd(how, residuals, cotangent):
-    return *examples_as_rows(functools.partial(_backward, how))(*residuals, cotangent), None, None
+    return *examples_as_rows(functools.partial(_backward, how), shared=(_ROTARY,))(*residuals, cotangent), None, None
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)

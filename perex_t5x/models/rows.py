@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,15 +11,18 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 
-def examples_as_rows(function: Callable[..., Any], weights: Sequence[int] = ()) -> Callable[..., Any]:
+def examples_as_rows(
+    function: Callable[..., Any], weights: Sequence[int] = (), shared: Sequence[int] = ()
+) -> Callable[..., Any]:
     """The function, whose arguments and results are arrays with rows first; under `vmap` examples and rows are one axis.
 
-    A kernel, or a loop over chunks, then sees one large array: the program is that of a batch. An argument with a single
-    row serves all of them. There is no derivative: use it inside a `jax.custom_vjp`.
+    A kernel, or a loop over chunks, then sees one large array: the program is that of a batch. There is no
+    derivative: use it inside a `jax.custom_vjp`.
 
     Args:
       function: of arrays, or trees of them.
       weights: positions of arguments without rows. Where these are mapped, examples go one after another.
+      shared: positions of arguments of which a single row serves all; such a row stays single where it is not mapped.
 
     >>> how_many = examples_as_rows(lambda x_BxT: jnp.full(len(x_BxT), len(x_BxT)))
     >>> jax.vmap(how_many)(jnp.ones((3, 2, 5))).tolist()
@@ -38,9 +42,9 @@ def examples_as_rows(function: Callable[..., Any], weights: Sequence[int] = ()) 
         counts = [jax.tree.map(lambda x, b: x.shape[1 if b else 0], arguments[i], in_batched[i]) for i in by_row]
         num_rows = max(jax.tree.leaves(counts))
 
-        def folded(x: jax.Array, is_batched: bool) -> jax.Array:
+        def folded(i: int, x: jax.Array, is_batched: bool) -> jax.Array:
             if not is_batched:
-                if len(x) == 1:
+                if i in shared and len(x) == 1:
                     return x
                 x = x[None]
             x = jnp.broadcast_to(x, (axis_size, num_rows, *x.shape[2:]))
@@ -48,7 +52,7 @@ def examples_as_rows(function: Callable[..., Any], weights: Sequence[int] = ()) 
 
         arguments = list(arguments)
         for i in by_row:
-            arguments[i] = jax.tree.map(folded, arguments[i], in_batched[i])
+            arguments[i] = jax.tree.map(functools.partial(folded, i), arguments[i], in_batched[i])
         out = jax.tree.map(lambda x: x.reshape(axis_size, num_rows, *x.shape[1:]), call(*arguments))
         return out, jax.tree.map(lambda _: True, out)
 
