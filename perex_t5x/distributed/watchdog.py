@@ -99,6 +99,15 @@ def stuck(process: int, host: str, seconds: float, doing: str) -> Verdict:
     )
 
 
+def standing_still(hosts: Sequence[str], seconds: float, doing: str) -> Verdict:
+    """All processes are there, and none of them makes progress."""
+    return Verdict(
+        0,
+        f"all {len(hosts)} processes make no progress: for {seconds:.0f} s they have been {doing}, such as with storage or "
+        f"a device that does not answer. {_RESUME}",
+    )
+
+
 @dataclasses.dataclass
 class _Record:
     beat: Beat
@@ -112,7 +121,8 @@ class Watchdog:
     Args:
       hosts: of all processes, by index.
       timeout: seconds of silence after which a process is taken for dead, and without progress between steps.
-      phase_timeout: seconds that a process may be behind the others in something that may take long.
+      phase_timeout: seconds that a process may be behind the others in something that may take long, and that all of them
+        may take for the same thing once they have begun to train.
       now: the time, in seconds; every call gives it.
       silence_of: the processes whose silence counts.
     """
@@ -121,12 +131,14 @@ class Watchdog:
         self._hosts, self._timeout, self._phase_timeout = hosts, timeout, phase_timeout
         self._silence_of = range(len(hosts)) if silence_of is None else silence_of
         self._records = {i: _Record(Beat(-1), now) for i in range(len(hosts))}
-        self._looked = now
+        self._looked = self._moved = now  # when a process last began something
 
     def observe(self, process: int, beat: Beat, now: float) -> None:
         record = self._records[process]
         if beat.number != record.beat.number:
             record.heard = now
+        if beat.mark != record.beat.mark:
+            self._moved = now
         if (beat.mark, beat.patient) != (record.beat.mark, record.beat.patient):
             record.behind = None
         record.beat = beat
@@ -135,6 +147,7 @@ class Watchdog:
         """What is wrong, if anything is. To be asked much more often than the timeout."""
         gap, self._looked = now - self._looked, now
         if gap > self._timeout / 2:  # this process itself was suspended: no time to have heard anybody
+            self._moved += gap
             for record in self._records.values():
                 record.heard += gap
                 record.behind = None
@@ -158,4 +171,7 @@ class Watchdog:
             waited = now - record.behind
             if waited > (self._phase_timeout if record.beat.patient else self._timeout):
                 return stuck(i, self._hosts[i], waited, record.beat.doing)
+        # Before they train, a large copy of the data may be in the making.
+        if len(marks) > 1 and foremost and now - self._moved > self._phase_timeout:
+            return standing_still(self._hosts, now - self._moved, self._records[0].beat.doing)
         return None

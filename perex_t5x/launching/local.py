@@ -2,32 +2,41 @@
 
     ./launch/local --processes 2 --devices 4 -- --gin_file=models/tiny.gin --gin_file=runs/pretrain.gin ...
     ./launch/local --module perex_t5x.eval -- --gin_file=...
+    ./launch/local --restarts 5 -- --gin_file=...
 
 Each process has its own fake CPU devices; they find each other over loopback, and everything they print comes out as one log
 with the process's number in front. Ctrl-C reaches all of them, which then save and stop. When one fails the others are
-stopped, and the exit code is that of the first failure.
+stopped, and the exit code is that of the first failure. With --restarts all are started again, unless the reason is one that
+a restart does not mend; the exit code is then that of the last attempt.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import functools
 import math
 import os
 import random
 import re
+import secrets
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
 
+from perex_t5x import files
 from perex_t5x.cli import status, subprocesses
 from perex_t5x.cli.progress import OVERWRITE
+from perex_t5x.distributed.rendezvous import SECRET
 from perex_t5x.errors import Reason
 
+_SECRET = secrets.token_hex(16)
 _PERIOD = 0.05  # seconds between looks at the processes
 # From several threads at once.
 _NOISE = re.compile(rb"\[Gloo\] Rank|peer ranks\. Expected number of connected peer ranks")
@@ -36,25 +45,108 @@ _NOISE = re.compile(rb"\[Gloo\] Rank|peer ranks\. Expected number of connected p
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the processes to their end; returns the exit code."""
     options, arguments = _parse(sys.argv[1:] if argv is None else argv)
-    port = free_port()
     output = Output(sys.stdout, options.processes)
     command = [sys.executable, "-m", options.module, *arguments]
     children: list[subprocesses.Child] = []
     signals: list[int] = []
+    deadline = time.monotonic() + options.timeout
 
     def forward(number: int) -> None:
         """The third signal does not wait."""
         signals.append(number)
         subprocesses.signal_all(children, signal.SIGKILL if len(signals) > 2 else number)
 
-    status_file = os.environ.get(status.VARIABLE)
-    with subprocesses.forwarding(forward, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+    def run_once(attempt: int) -> list[status.Status]:
+        """Runs all processes to their end; returns how the one that failed first ended, or [] if none did."""
+        port, failures = free_port(), []
+        children.clear()
         for index in range(options.processes):
-            env = _environment(index, options.processes, options.devices, port, live=output.live)
+            env = _environment(index, options.processes, options.devices, port, attempt, live=output.live)
             on_line = functools.partial(output.line, index)
-            written = status_file if index == 0 else None
+            written = status_file if index == 0 else os.path.join(folder, f"{index}.json")
             children.append(subprocesses.Child(command, env=env, on_line=on_line, status_file=written))
-        return wait(children, output, signals, options.grace, options.timeout)
+        wait(children, output, signals, options.grace, deadline, options.timeout, failures)
+        return failures
+
+    with (
+        tempfile.TemporaryDirectory(prefix="launch-local-") as folder,
+        subprocesses.forwarding(forward, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)),
+    ):
+        status_file = os.environ.get(status.VARIABLE) or os.path.join(folder, "0.json")
+        ended = supervise(run_once, options.restarts, output.say, lambda: bool(signals), deadline)
+        if ended.reason is not Reason.DONE and status.read(status_file) is None:  # a killed process writes none
+            with contextlib.suppress(OSError):
+                files.write_atomically(status_file, ended.to_json() + "\n")
+        return ended.exit_code
+
+
+def seconds_until_restart(failures: int) -> float:
+    """The back-off after so many failed attempts.
+
+    >>> [seconds_until_restart(failures) for failures in (1, 2, 3, 10)]
+    [1.0, 2.0, 4.0, 60.0]
+    """
+    return min(2.0 ** min(failures - 1, 10), 60.0)
+
+
+def supervise(
+    run_once: Callable[[int], list[status.Status]],
+    restarts: int,
+    say: Callable[[str], None],
+    asked_to_stop: Callable[[], bool],
+    deadline: float = math.inf,
+    clock: Any = time,
+) -> status.Status:
+    """Runs attempts until one succeeds, fails for a reason that a restart does not mend, or there were too many.
+
+    Args:
+      run_once: runs the attempt of a number, from 0; returns how it failed, [] if it did not.
+      restarts: how many attempts may follow the first.
+      say: prints a line.
+      asked_to_stop: whether somebody has asked for the end of all attempts.
+      deadline: after which nothing is started, in the clock's time.
+      clock: has `monotonic` and `sleep`.
+
+    Returns:
+      How the last attempt ended.
+    """
+    failures: list[status.Status] = []
+    for attempt in range(restarts + 1):
+        failed = run_once(attempt)
+        if not failed:
+            if attempt:
+                say(f"done, after {_times(attempt, 'restart')}: {_counted(failures)}.")
+            return status.Status(Reason.DONE, 0)
+        failures.append(failed[0])
+        if asked_to_stop() or not failed[0].reason.retryable or failed[0].reason is Reason.TIMEOUT:
+            break
+        if attempt < restarts:
+            seconds = seconds_until_restart(len(failures))
+            say(f"restart {attempt + 1} of {restarts} in {seconds:g} s; the last attempt: {failed[0].ended}.")
+            until = clock.monotonic() + seconds
+            while clock.monotonic() < until and not asked_to_stop():
+                clock.sleep(_PERIOD)
+            if asked_to_stop():
+                return status.Status(Reason.INTERRUPTED, Reason.INTERRUPTED.exit_code, "stopped between two attempts")
+            if clock.monotonic() > deadline:
+                break
+    last = failures[-1]
+    if restarts and not asked_to_stop():
+        why = "" if last.reason.retryable else f", since a restart does not mend '{last.reason}'"
+        at = "" if last.step is None else f" at step {last.step}"
+        say(f"given up after {_times(len(failures) - 1, 'restart')}{why}. Attempts that failed: {_counted(failures)}.")
+        say(f"the last error{at}: {last.message or last.ended}")
+    return last
+
+
+def _times(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _counted(failures: Sequence[status.Status]) -> str:
+    """What failed how often: 'peer_lost (exit code 7) 2 times, killed by SIGKILL once'."""
+    counts = collections.Counter(failure.ended for failure in failures)
+    return ", ".join(f"{how} {'once' if n == 1 else f'{n} times'}" for how, n in counts.most_common())
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -68,6 +160,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--timeout", type=float, default=math.inf, help="stop all after this many seconds, with exit code 124"
     )
     parser.add_argument("--grace", type=float, default=10.0, help="seconds between asking and killing (default 10)")
+    parser.add_argument(
+        "--restarts", type=_count, default=0, help="how often all are started again after a failure (default 0)"
+    )
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of the module, the same for all")
     if "--" in argv:
         end = argv.index("--")
@@ -79,6 +174,12 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
 
 
@@ -94,7 +195,7 @@ def free_port() -> int:
     raise SystemExit("launch/local: no free port between 20000 and 32000.")
 
 
-def _environment(index: int, count: int, devices: int, port: int, live: bool) -> dict[str, str]:
+def _environment(index: int, count: int, devices: int, port: int, attempt: int, live: bool) -> dict[str, str]:
     kept = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
     return {
         **os.environ,
@@ -102,7 +203,8 @@ def _environment(index: int, count: int, devices: int, port: int, live: bool) ->
         "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
         "JAX_NUM_PROCESSES": str(count),
         "JAX_PROCESS_ID": str(index),
-        "PEREX_T5X_ATTEMPT": f"local-{os.getpid()}",  # which processes were started together
+        "PEREX_T5X_ATTEMPT": f"local-{os.getpid()}-{attempt}",  # which processes were started together
+        SECRET: os.environ.get(SECRET) or _SECRET,  # others on this machine reach the port, too
         "XLA_FLAGS": f"{kept} --xla_force_host_platform_device_count={devices}".strip(),
         **({"PEREX_T5X_PROGRESS_SECONDS": "0.5", OVERWRITE: "1"} if live else {}),
         "PYTHONUNBUFFERED": "1",
@@ -150,15 +252,21 @@ class Output:
 
 
 def wait(
-    children: Sequence[subprocesses.Child], output: Output, signals: list[int], grace: float, timeout: float
-) -> int:
-    """Waits for all; stops the others once one has failed, or the time is over. Returns the exit code."""
-    deadline = time.monotonic() + timeout
+    children: Sequence[subprocesses.Child],
+    output: Output,
+    signals: list[int],
+    grace: float,
+    deadline: float,
+    timeout: float,
+    failures: list[status.Status],
+) -> None:
+    """Waits for all; stops the others once one has failed, or the time is over. Adds the first failure to `failures`."""
+    first: int | None = None
     stopping, code = subprocesses.StagedStop(children, grace), 0
     while any(child.poll() is None for child in children):
         failed = next(((i, child.returncode) for i, child in enumerate(children) if child.poll()), None)
         if failed is not None and not code:
-            code = subprocesses.exit_code(failed[1])
+            first, code = failed[0], subprocesses.exit_code(failed[1])
             if not signals:
                 how = subprocesses.describe_exit(failed[1])
                 output.say(f"process {failed[0]} ended with {how}; the others are stopped.")
@@ -173,7 +281,12 @@ def wait(
     for child in children:
         child.drain()
     output.close()
-    return code or next((subprocesses.exit_code(child.returncode) for child in children if child.returncode), 0)
+    if first is None and not code:  # all of them had ended between two looks
+        first = next((i for i, child in enumerate(children) if child.returncode), None)
+    if first is not None:
+        failures.append(children[first].status())
+    elif code:
+        failures.append(status.Status(Reason.TIMEOUT, code, f"the time limit (--timeout {timeout:g}) is reached"))
 
 
 if __name__ == "__main__":

@@ -29,9 +29,19 @@ def train_arguments(model_dir, *bindings: str) -> list[str]:
     return [*FILES, *(f"--gin_bindings={b}" for b in every)]
 
 
-def launch(*arguments: str, module="perex_t5x.train", processes=2, devices=4, timeout=120, grace=3, **env: str):
+def launch(*arguments: str, module="perex_t5x.train", processes=2, devices=4, timeout=120, grace=3, own=(), **env: str):
     """Starts the launcher; returns its process, whose output is a pipe."""
-    own = ["--processes", str(processes), "--devices", str(devices), "--timeout", str(timeout), "--grace", str(grace)]
+    own = [
+        *own,
+        "--processes",
+        str(processes),
+        "--devices",
+        str(devices),
+        "--timeout",
+        str(timeout),
+        "--grace",
+        str(grace),
+    ]
     command = [sys.executable, "-m", "perex_t5x.launching.local", *own, "--module", module, "--", *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, env=environment(**env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

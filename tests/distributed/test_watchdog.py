@@ -63,8 +63,17 @@ def test_standing_still_is_the_one_behind():
     )
 
 
-def test_all_standing_still_together_is_nobodys_fault():
-    assert Watched().until(1000, lambda t: [stepping(t, mark=5)] * 3) is None
+def test_all_standing_still_together_for_long():
+    def beats(t):
+        return [stepping(t, mark=min(t, 50), doing="saving checkpoint_50", patient=t % 2 == 0)] * 3
+
+    now, verdict = Watched().until(1000, beats)
+    assert now == 151 and verdict.answers and verdict.reason is Reason.PEER_LOST
+    assert "all 3 processes make no progress: for 101 s they have been saving checkpoint_50" in verdict.text
+
+
+def test_before_the_first_step_all_may_take_long_together():
+    assert Watched().until(1000, lambda t: [stepping(t, mark=0)] * 3) is None
 
 
 def test_something_that_may_take_long_may():

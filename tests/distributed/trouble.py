@@ -1,6 +1,7 @@
 """Named as MIXTURE_OR_TASK_MODULE: the tiny task, and what TROUBLE says goes wrong, such as `hang in 1 at 4`.
 
-The trouble comes when that process makes the batch of that step, in the thread that makes batches: its main thread waits.
+With TROUBLE_ATTEMPT only in attempts of `launch/local` whose name ends so. The trouble comes when that process makes the
+batch of that step, in the thread that makes batches: its main thread waits.
 """
 
 import os
@@ -30,5 +31,5 @@ def _troubled_batch(self, number, sharding=None):
     return _batch(self, number, sharding)
 
 
-if kind != "none":
+if kind != "none" and os.environ.get("PEREX_T5X_ATTEMPT", "").endswith(os.environ.get("TROUBLE_ATTEMPT", "")):
     cached.CachedFeed.batch = _troubled_batch
