@@ -8,6 +8,9 @@ Whatever a former attempt may have left behind is waited for until the deadline:
 port, one that does not answer any more, processes that come too late. What then remains is a reason to start again, not an
 error of the configuration. Attempts are told apart by what launchers set in the environment (`process_info`); only where it
 says that two processes belong to the same attempt is a wrong index or count certain to be the configuration's.
+
+Where the environment variable PEREX_T5X_SECRET is set, every message proves that its sender knows it (HMAC-SHA256), and
+whoever does not is sent away. JAX's own service, afterwards, asks nobody for anything: docs/security.md.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import hmac
 import json
 import os
 import selectors
@@ -28,6 +32,7 @@ from absl import logging
 from perex_t5x.distributed.process_info import ProcessInfo
 from perex_t5x.errors import ConfigError, PeerLostError, Reason, UnreachableError
 
+SECRET = "PEREX_T5X_SECRET"
 _GREETING = "perex_t5x rendezvous 1"
 _LONGEST = 1 << 20
 _RETRY_SECONDS = 0.2
@@ -154,7 +159,7 @@ def _read(caller: _Caller) -> bool:
         return False
     if caller.hello is None and b"\n" in caller.text:
         hello = _decoded(caller.text)
-        if hello is None or hello.get("greeting") != _GREETING:
+        if hello is None or not _is_hello(hello):
             return False
         caller.hello = hello
     return True
@@ -167,6 +172,8 @@ def _same_attempt(a: dict[str, Any], b: dict[str, Any]) -> bool | None:
 
 def _unfit(own: dict[str, Any], hello: dict[str, Any]) -> str | None:
     """Why a caller cannot be one of this run's processes, None if it can; one of another attempt may just be late."""
+    if not _is_proven(hello):
+        return f"{_name(hello)} has not proven that it knows {SECRET}, which the coordinator, {_name(own)}, has."
     same = _same_attempt(own, hello)
     if same is False:
         return (
@@ -213,7 +220,7 @@ def _missing(info: ProcessInfo, known: dict[int, dict[str, Any]], refused: dict[
 
 
 def _answer(callers: Iterable[_Caller], verdict: dict[str, Any]) -> None:
-    line = json.dumps({"greeting": _GREETING, **verdict}).encode() + b"\n"
+    line = _line({"greeting": _GREETING, **verdict})
     for caller in callers:
         if caller.hello is not None:
             with contextlib.suppress(OSError):  # it has gone; JAX's own connecting will miss it
@@ -236,7 +243,7 @@ def _call(info: ProcessInfo, timeout: float) -> list[str]:
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((info.host, info.port), timeout=min(left, 10.0)) as connection:
-                connection.sendall(json.dumps(_hello(info)).encode() + b"\n")
+                connection.sendall(_line(_hello(info)))
                 met = True
                 verdict = _verdict(connection, deadline)
         except OSError as e:
@@ -279,7 +286,9 @@ def _verdict(connection: socket.socket, deadline: float) -> dict[str, Any]:
         if verdict is None or verdict.get("greeting") != _GREETING:
             raise _RefusedError(other)
         if "refused" in verdict:
-            raise _RefusedError(verdict["refused"])
+            raise _RefusedError(str(verdict["refused"]))
+        if not _is_proven(verdict):
+            raise _RefusedError(f"the coordinator there has not proven that it knows {SECRET}, which this process has.")
         if not verdict.get("waiting"):
             return verdict
         # Process 0 keeps the time; a little longer, so that its answer is the one that counts.
@@ -304,6 +313,35 @@ def _wait_for_service(info: ProcessInfo, deadline: float, timeout: float) -> Non
 def _hello(info: ProcessInfo) -> dict[str, Any]:
     who = {"index": info.index, "count": info.count, "host": socket.gethostname(), "pid": os.getpid()}
     return {"greeting": _GREETING, **who, "attempt": info.attempt}
+
+
+def _is_hello(value: dict[str, Any]) -> bool:
+    """Whether a message is one of another process's, and nothing that would make this one fail: anyone may connect."""
+    numbers = [value.get(name) for name in ("index", "count", "pid")]
+    return (
+        value.get("greeting") == _GREETING
+        and all(type(number) is int and number >= 0 for number in numbers)
+        and value["index"] < value["count"]
+        and isinstance(value.get("host"), str)
+        and isinstance(value.get("attempt", ""), str)
+    )
+
+
+def _proof(message: dict[str, Any], secret: str) -> str:
+    text = json.dumps({name: value for name, value in message.items() if name != "proof"}, sort_keys=True)
+    return hmac.new(secret.encode(), text.encode(), "sha256").hexdigest()
+
+
+def _is_proven(message: dict[str, Any]) -> bool:
+    """Whether its sender knows this process's secret; True where this one has none."""
+    secret = os.environ.get(SECRET)
+    return not secret or hmac.compare_digest(str(message.get("proof")), _proof(message, secret))
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    secret = os.environ.get(SECRET)
+    proof = {"proof": _proof(message, secret)} if secret else {}
+    return json.dumps({**message, **proof}).encode() + b"\n"
 
 
 def _name(hello: dict[str, Any]) -> str:

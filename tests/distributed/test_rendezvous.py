@@ -1,5 +1,6 @@
 """Processes that meet, or do not: every one of them is told the same reason, in time."""
 
+import json
 import os
 import socket
 import threading
@@ -189,3 +190,49 @@ def test_strangers_are_ignored_and_recognised(port):
         threading.Thread(target=serve, daemon=True).start()
         result = meet(port, (1, 2), timeout=1.0)[0]
         assert result.startswith("unreachable: ") and "something else answers" in result
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\x80\x04.",
+        b"[1]",
+        b'{"greeting": "perex_t5x rendezvous 1"}',
+        b'{"greeting": "perex_t5x rendezvous 1", "index": [], "count": 2, "host": "x", "pid": 1}',
+        b'{"greeting": "perex_t5x rendezvous 1", "index": 7, "count": 2, "host": "x", "pid": 1}',
+        b'{"greeting": "perex_t5x rendezvous 1", "index": 1, "count": 2, "host": {}, "pid": 1, "attempt": 3}',
+    ],
+)
+def test_what_a_stranger_says_ends_nothing(port, message):
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(lambda: meet(port, (0, 2))[0])
+        stranger = connected(port)
+        stranger.sendall(message + b"\n")
+        assert stranger.recv(1000) == b""  # sent away without a word
+        stranger.close()
+        assert meet(port, (1, 2))[0] == first.result() == [socket.gethostname()] * 2
+
+
+def test_who_does_not_know_the_secret_is_sent_away(port, monkeypatch):
+    monkeypatch.setenv(rendezvous.SECRET, "correct horse")
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(lambda: meet(port, (0, 2))[0])
+        stranger = connected(port)
+        hello = {"greeting": "perex_t5x rendezvous 1", "index": 1, "count": 2, "host": "x", "pid": 1, "proof": "0" * 64}
+        stranger.sendall(json.dumps(hello).encode() + b"\n")
+        assert b"has not proven that it knows PEREX_T5X_SECRET" in stranger.recv(4000)
+        stranger.close()
+        assert meet(port, (1, 2))[0] == first.result() == [socket.gethostname()] * 2
+
+
+def test_a_coordinator_that_does_not_know_the_secret_is_not_believed(port, monkeypatch, caplog):
+    monkeypatch.setenv(rendezvous.SECRET, "correct horse")
+    with socket.create_server(("", port)) as impostor, ThreadPoolExecutor(1) as pool:
+        caller = pool.submit(lambda: meet(port, (1, 2), timeout=1.0)[0])
+        connection, _ = impostor.accept()
+        hello = connection.recv(4000)
+        assert b"correct horse" not in hello
+        connection.sendall(b'{"greeting": "perex_t5x rendezvous 1", "hosts": ["x", "x"]}\n')
+        assert caller.result().startswith("unreachable: ")
+        connection.close()
+    assert "the coordinator there has not proven that it knows PEREX_T5X_SECRET" in caplog.text
