@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,14 @@ from absl import logging
 from etils import epath
 from gin import config_parser
 
+from perex_t5x import files as files_lib
 from perex_t5x.cli.flags import rewrite_gin_args
 from perex_t5x.errors import ConfigError, did_you_mean
 
 __all__ = [
     "BindingNames",
+    "building",
+    "call",
     "find_file",
     "parse_gin_flags",
     "rewrite_gin_args",
@@ -38,6 +41,7 @@ __all__ = [
 ]
 
 _REQUIRED = "gin.REQUIRED"
+_CONSTANTS = {"true": "True", "false": "False", "none": "None"}
 _PLAIN_STRING = re.compile(r"[\w.~][\w./:~+=-]*|/[\w./:~+=-]*")
 
 
@@ -56,6 +60,7 @@ class _Scan:
     modules: dict[str, str] = field(default_factory=dict)  # that name -> the module it stands for
     defined: dict[str, Any] = field(default_factory=dict)  # macro -> last value, parsed
     used: dict[str, str] = field(default_factory=dict)  # macro -> where it is first used
+    places: dict[tuple[str, str], str] = field(default_factory=dict)  # as `gin_values.check` takes them
 
 
 class BindingNames(config_parser.ParserDelegate):
@@ -92,7 +97,7 @@ def _scan_statements(text: Any, where: str, search_paths: Sequence[str], scan: _
     try:
         for statement in config_parser.ConfigParser(text, names):
             location = getattr(statement, "location", None)
-            place = f"{where}, line {location.line_num}" if location else where
+            place = f"{where}, line {location.line_num}" if location and not where.startswith("--") else where
             if isinstance(statement, config_parser.ImportStatement):
                 if not statement.module.startswith("__gin__"):
                     name = statement.bound_name()
@@ -101,9 +106,12 @@ def _scan_statements(text: Any, where: str, search_paths: Sequence[str], scan: _
                     scan.modules[name] = statement.module if whole else name
             elif isinstance(statement, config_parser.IncludeStatement):
                 _scan_file(find_file(statement.filename, search_paths, place), search_paths, scan)
-            elif isinstance(statement, config_parser.BindingStatement) and not statement.arg_name:
-                name = f"{statement.scope}/{statement.selector}" if statement.scope else statement.selector
-                scan.defined[name] = statement.value
+            elif isinstance(statement, config_parser.BindingStatement):
+                selector = statement.selector.rpartition(".")[2] if statement.arg_name else statement.selector
+                name = f"{statement.scope}/{selector}" if statement.scope else selector
+                scan.places[name, statement.arg_name] = place
+                if not statement.arg_name:
+                    scan.defined[name] = statement.value
             for macro in names.macros:
                 scan.used.setdefault(macro, place)
             names.macros.clear()
@@ -120,9 +128,12 @@ def _scan_file(path: str, search_paths: Sequence[str], scan: _Scan) -> None:
 
 
 def _quoted(binding: str) -> str:
-    """Quotes a bare word or path given as a value on the command line: MODEL_DIR = runs/a -> 'runs/a'."""
+    """Quotes a bare word or path given as a value on the command line: MODEL_DIR = runs/a -> 'runs/a'.
+
+    Not true, false and none, in any case: they are what they are in Python.
+    """
     key, separator, value = binding.partition("=")
-    value = value.strip()
+    value = _CONSTANTS.get(value.strip().lower(), value.strip())
     if not separator:
         raise ConfigError(
             f"gin binding {binding!r} has no value: write --gin.NAME=VALUE, for instance --gin.TRAIN_STEPS=100."
@@ -240,8 +251,10 @@ def parse_gin_flags(
 
     `train_script.train.total_steps=5`, `utils.DatasetConfig.pack=True` and plain `DatasetConfig.pack=True` all work as
     bindings. Raises `ConfigError`, with file and line, for a file that is not found, a name that is not known (with
-    the nearest one), a required macro that is missing.
+    the nearest one), a required macro that is missing, a value that its argument cannot take.
     """
+    from perex_t5x import gin_values  # it needs JAX, which the other names of this module do not
+
     first = ["", *gin_search_paths, shipped_gin_dir()]
     files = [find_file(f, first, "--gin_file") for f in gin_files]
     beside = [os.path.dirname(os.path.abspath(f)) for f in files]
@@ -253,7 +266,7 @@ def parse_gin_flags(
         _scan_file(path, search_paths, scan)
     _check_macro_bindings(bindings, scan)
     for binding in bindings:
-        _scan_statements(binding, f"--gin.{binding}", search_paths, scan)
+        _scan_statements(binding, f"--gin.{binding.partition('=')[0].strip()}", search_paths, scan)
     _check_macros(scan)
 
     for path in search_paths[1:]:
@@ -264,12 +277,53 @@ def parse_gin_flags(
                 gin.parse_config_file(path)
             for binding in bindings:
                 _parse_binding(binding, scan)
+        gin_values.check(scan.places)
         if finalize_config:
             gin.finalize()
     except ConfigError:
         raise
     except (ValueError, NameError, AttributeError, ImportError, TypeError, OSError, SyntaxError) as e:
         raise _explain(e, scan) from e
+
+
+@contextlib.contextmanager
+def building() -> Iterator[None]:
+    """Turns what a value of the wrong kind does inside an optimizer, a model or a library into a `ConfigError`.
+
+    For what is done before anything is computed. Errors that have another cause (storage, devices) are left as they are.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+        AssertionError,
+        NotImplementedError,
+    ) as e:
+        logging.info("building the configuration failed", exc_info=True)
+        names = re.findall(r"In call to configurable '([\w.]+)'", str(e))
+        text = re.sub(r"\n\s*In call to configurable .*", "", str(e)).strip().partition("\n")[0]
+        inside = f" (in {', in '.join(dict.fromkeys(names))})" if names else ""
+        raise ConfigError(
+            f"the configuration cannot be built: {type(e).__name__}: {text}{inside}. A value is not of the kind that is "
+            "needed there; --alsologtostderr shows where."
+        ) from e
+
+
+def call(function: Callable[..., Any], **given: Any) -> Any:
+    """Calls a function with the arguments that Gin has for it, besides those that are given.
+
+    What is bound is made first; a `ConfigError` says what cannot be.
+    """
+    with building():
+        bound = {**gin.get_bindings(function), **given}
+        inspect.signature(function).bind(**bound)
+    return function(**bound)
 
 
 def summarize_gin_config(model_dir: str, summary_writer: Any = None, step: int = 0) -> None:
@@ -280,7 +334,8 @@ def summarize_gin_config(model_dir: str, summary_writer: Any = None, step: int =
     text = gin.config_str(max_line_length=120)
     path = epath.Path(model_dir) / "config.gin"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and path.read_text() != text:
+    files_lib.clear_way(path)
+    if path.exists() and path.read_bytes() != text.encode():
         n = 1
         while (older := path.parent / f"config.{n}.gin").exists():
             n += 1

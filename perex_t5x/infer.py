@@ -18,38 +18,36 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
 from absl import logging
 from etils import epath
 
-from perex_t5x import distributed, files, gin_utils, run_dir
+from perex_t5x import arguments, distributed, files, gin_utils, run_dir
+from perex_t5x.arguments import Count, Interval, PositiveInt, Seed
 from perex_t5x.data import lookup
-from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.inference import BatchRunner, paths_to_restore, restore_params
 from perex_t5x.models import decoding, protocol
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig
 
-MODES = ("predict", "score", "predict_with_aux")
-
 
 def infer(
     *,
-    mode: str = "predict",
+    mode: Literal["predict", "score", "predict_with_aux"] = "predict",
     model: protocol.Model,
     dataset_cfg: DatasetConfig,
     partitioner: PjitPartitioner,
     restore_checkpoint_cfg: RestoreCheckpointConfig,
     output_dir: str,
-    num_examples: int | None = None,
-    decode_method: str = "greedy",
-    num_decodes: int = 1,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    random_seed: int = 0,
+    num_examples: PositiveInt | None = None,
+    decode_method: Literal["greedy", "temperature", "beam"] = "greedy",
+    num_decodes: PositiveInt = 1,
+    temperature: Annotated[float, Interval("(0, ∞)")] = 1.0,
+    top_k: Count = 0,
+    random_seed: Seed = 0,
     dry_run: bool = False,
 ) -> list[str]:
     """Runs the model over a task's examples; returns the files written.
@@ -71,8 +69,7 @@ def infer(
     """
     import seqio
 
-    if mode not in MODES:
-        raise ConfigError(f"infer.mode = {mode!r}: must be one of {', '.join(MODES)}.{did_you_mean(str(mode), MODES)}")
+    arguments.check("infer", arguments.hints(infer), dict(locals()))
     protocol.require(model, protocol.Scores if mode == "score" else protocol.Predicts, f"infer.mode = {mode!r}")
     keys = jax.random.key(random_seed)
     decoding.check_arguments(decode_method, keys, num_decodes, temperature, top_k, 0.6, None)

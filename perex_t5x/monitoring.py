@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
+from perex_t5x import arguments
+from perex_t5x.arguments import Interval, PositiveInt
 from perex_t5x.errors import ConfigError
 from perex_t5x.gradients import Gradient
 from perex_t5x.per_example import GradStatistics
@@ -71,24 +73,16 @@ class Monitor:
 
     def __init__(
         self,
-        period: int = 100,
+        period: PositiveInt = 100,
         groups: Callable[[str], str] | None = parameter_kind,
-        ema: float = 0.95,
+        ema: Annotated[float, Interval("[0, 1)")] = 0.95,
         norm_layers: str = "(?i)norm",
         only_norm_layers: bool = False,
     ):
-        if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-            raise ConfigError(f"Monitor.period = {period!r}: must be a positive whole number of steps.")
-        if not isinstance(ema, int | float) or not 0.0 <= ema < 1.0:
-            raise ConfigError(f"Monitor.ema = {ema!r}: must be in [0, 1).")
-        if groups is not None and not callable(groups):
-            raise ConfigError(
-                f"Monitor.groups = {groups!r}: give a function from a parameter's name to a group, in Gin "
-                "@monitoring.parameter_kind (without parentheses), or None."
-            )
+        arguments.check("Monitor", arguments.hints(Monitor), dict(locals()))
         try:
             self._is_norm_layer = re.compile(norm_layers).search
-        except (re.error, TypeError) as e:
+        except re.error as e:
             raise ConfigError(f"Monitor.norm_layers = {norm_layers!r} is not a regular expression: {e}.") from None
         self.period, self.ema, self.only_norm_layers = period, float(ema), only_norm_layers
         self._groups, self._norm_layers = groups, norm_layers

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
+from perex_t5x import arguments
+from perex_t5x.arguments import Count, Interval, PositiveInt
 from perex_t5x.errors import ConfigError, did_you_mean
 
+Rate = Annotated[float, Interval("[0, ∞)")]
 Schedule = Callable[[jax.Array], jax.Array]
 
 FACTORS = (
@@ -24,13 +28,13 @@ FACTORS = (
 
 def create_learning_rate_scheduler(
     factors: str = "constant * linear_warmup * rsqrt_decay",
-    base_learning_rate: float = 0.5,
-    warmup_steps: int = 1000,
+    base_learning_rate: Rate = 0.5,
+    warmup_steps: Count = 1000,
     decay_factor: float = 0.5,
-    steps_per_decay: int = 20000,
-    steps_per_cycle: int = 100000,
+    steps_per_decay: PositiveInt = 20000,
+    steps_per_cycle: PositiveInt = 100000,
     step_offset: int = 0,
-    min_learning_rate: float = 0.0,
+    min_learning_rate: Rate = 0.0,
 ) -> Schedule:
     """Returns η(t), the product of the named factors at t = step − step_offset, never below `min_learning_rate`.
 
@@ -48,6 +52,7 @@ def create_learning_rate_scheduler(
     >>> round(float(rate(5)), 6), round(float(rate(50)), 6)
     (0.05, 0.1)
     """
+    arguments.check("create_learning_rate_scheduler", arguments.hints(create_learning_rate_scheduler), dict(locals()))
     names = [name.strip() for name in factors.split("*")]
     for name in names:
         if name not in FACTORS:
@@ -55,15 +60,6 @@ def create_learning_rate_scheduler(
                 f"create_learning_rate_scheduler.factors = {factors!r}: unknown factor {name!r}."
                 f"{did_you_mean(name, FACTORS)} Known: {', '.join(FACTORS)}."
             )
-    if base_learning_rate < 0:
-        raise ConfigError(
-            f"create_learning_rate_scheduler.base_learning_rate = {base_learning_rate}: must not be negative."
-        )
-    for name, value in (("steps_per_decay", steps_per_decay), ("steps_per_cycle", steps_per_cycle)):
-        if value < 1:
-            raise ConfigError(f"create_learning_rate_scheduler.{name} = {value}: must be at least 1.")
-    if warmup_steps < 0:
-        raise ConfigError(f"create_learning_rate_scheduler.warmup_steps = {warmup_steps}: must not be negative.")
     warmup = max(warmup_steps, 1)
 
     def rate(step: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from absl import logging
 from flax import linen as nn
 from jax.tree_util import keystr
 
-from perex_t5x import optimizers
+from perex_t5x import arguments, optimizers
+from perex_t5x.arguments import Count, Interval, PositiveInt
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.gradients import Batch, Gradient, GradientOptions, batch_gradient, gradient_with_statistics
 from perex_t5x.hardware.compiler_options import check_options, options_for
@@ -30,15 +31,12 @@ from perex_t5x.partitioning import ParamShardings, PjitPartitioner, nearest_divi
 from perex_t5x.per_example import GradStatistics, Statistic
 from perex_t5x.per_example.reductions.held import CLIP_MEMORY
 from perex_t5x.per_example.statistic import BUILT_IN
-from perex_t5x.schedules import Schedule, as_schedule
+from perex_t5x.schedules import Rate, Schedule, as_schedule
 from perex_t5x.train_state import TrainState, example_keys
 
 __all__ = ["TrainState", "Trainer", "WeightMetricsComputer", "example_keys"]
 
 InputShapes = Mapping[str, tuple[int, ...]]
-NON_FINITE = ("keep", "skip")
-TRANSPORT_DTYPES = ("bfloat16", "float16")
-UNITS = ("example", "token")
 
 
 class WeightMetricsComputer:
@@ -91,24 +89,26 @@ class Trainer:
         self,
         model: Model,
         partitioner: PjitPartitioner,
-        learning_rate_fn: float | Schedule,
-        num_microbatches: int | None = None,
+        learning_rate_fn: Rate | Schedule,
+        num_microbatches: PositiveInt | None = None,
         weight_metrics_computer: Callable[[Any, Any, Any], dict[str, jax.Array]] | None = None,
         *,
-        microbatch_size: int | str | None = None,
-        group_size: int = 1,
-        clip_norm: float | None = None,
-        non_finite: str = "keep",
+        microbatch_size: PositiveInt | Literal["auto"] | None = None,
+        group_size: PositiveInt = 1,
+        clip_norm: Annotated[float, Interval("(0, ∞)")] | None = None,
+        non_finite: Literal["keep", "skip"] = "keep",
         monitor: Monitor | None = None,
-        transport_dtype: str | None = None,
+        transport_dtype: Literal["bfloat16", "float16"] | None = None,
         kernels: bool = True,
-        unit: str = "example",
+        unit: Literal["example", "token"] = "example",
         compiler_options: Mapping[str, Any] | None = None,
-        clip_memory: float = CLIP_MEMORY,
+        clip_memory: Count | Annotated[float, Interval("[0, ∞)")] = CLIP_MEMORY,
     ):
+        arguments.check("Trainer", arguments.hints(Trainer), dict(locals()))
         self.model = model
         self.partitioner = partitioner
         self.chosen_remat_policy: str | None = None
+        self.skip_non_finite_updates = False  # set by `perex_t5x.train`, see `perex_t5x.bad_numbers`
         self.learning_rate_fn = as_schedule(learning_rate_fn)
         self.weight_metrics_computer = weight_metrics_computer
         self.monitor = monitor
@@ -126,8 +126,6 @@ class Trainer:
             clip_memory=clip_memory,
         )
         _check_options(self.options)
-        if monitor is not None and not isinstance(monitor, Monitor):
-            raise ConfigError(f"Trainer.monitor = {monitor!r}: give @monitoring.Monitor(), with parentheses, or None.")
         self.optimizer = drive_learning_rate(model.optimizer_def)
 
     def replace(self, *, optimizer_def: Any = None, **changes: Any) -> Trainer:
@@ -138,6 +136,14 @@ class Trainer:
             arguments["model"] = copy.copy(arguments["model"])
             arguments["model"].optimizer_def = optimizer_def
         return type(self)(**arguments)
+
+    def check_functions(self, params: Any) -> None:
+        """Calls the given functions with shapes: one that does not fit is found before the step is traced."""
+        rate = jax.eval_shape(self.learning_rate_fn, jax.ShapeDtypeStruct((), jnp.int32))
+        if rate.shape:
+            raise ConfigError(f"Trainer.learning_rate_fn gives an array of shape {rate.shape}, not a number.")
+        if self.weight_metrics_computer is not None:
+            jax.eval_shape(self.weight_metrics_computer, params, params, params)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -155,6 +161,12 @@ class Trainer:
         )
         params = optax.apply_updates(state.params, updates)
         metrics: dict[str, Any] = {"objective": gradient.loss, "sums": gradient.sums, "scalars": {}}
+        if self.skip_non_finite_updates:
+            is_finite = jnp.isfinite(gradient.loss) & _all_finite(updates)
+            params, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(is_finite, new, old), (params, opt_state), (state.params, state.opt_state)
+            )
+            metrics["skipped"] = ~is_finite
         metrics["scalars"] |= {f"per_example/{name}": x for name, x in optimizers.logged(opt_state).items()}
         used_rate = rate if self.optimizer.uses_rate else rate_of_built(opt_state)
         if used_rate is not None:
@@ -392,35 +404,14 @@ class Trainer:
         return self.optimizer.update(params, opt_state, params, one, statistics=statistics)
 
 
+def _all_finite(tree: Any) -> jax.Array:
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
+
+
 def _check_options(options: GradientOptions) -> None:
-    """Raises for an argument of `Trainer` that is wrong by itself, or together with another."""
-
-    def is_positive_int(x: Any) -> bool:
-        return isinstance(x, int) and not isinstance(x, bool) and x >= 1
-
-    if not is_positive_int(options.num_microbatches):
-        raise ConfigError(f"Trainer.num_microbatches = {options.num_microbatches!r}: must be None or at least 1.")
-    size = options.microbatch_size
-    if size not in (None, "auto") and not is_positive_int(size):
-        raise ConfigError(f"Trainer.microbatch_size = {size!r}: must be None, 'auto' or at least 1.")
-    if not is_positive_int(options.group_size):
-        raise ConfigError(f"Trainer.group_size = {options.group_size!r}: must be at least 1.")
-    clip = options.clip_norm
-    if clip is not None and (not isinstance(clip, int | float) or not clip > 0):
-        raise ConfigError(f"Trainer.clip_norm = {clip!r}: must be None or a positive norm.")
-    memory = options.clip_memory
-    if isinstance(memory, bool) or not isinstance(memory, int | float) or not memory >= 0:
-        raise ConfigError(f"Trainer.clip_memory = {memory!r}: must be a number of bytes, 0 or more; 2e9 is 2 GB.")
-    for name, known in (("transport_dtype", TRANSPORT_DTYPES), ("non_finite", NON_FINITE), ("unit", UNITS)):
-        value = getattr(options, name)
-        if value not in known and not (name == "transport_dtype" and value is None):
-            default = "None or " if name == "transport_dtype" else ""
-            raise ConfigError(
-                f"Trainer.{name} = {value!r}: must be {default}one of {', '.join(map(repr, known))}."
-                f"{did_you_mean(str(value), known)}"
-            )
+    """Raises for arguments of `Trainer` that do not go together."""
     if options.unit == "token":
-        for name, value, needed in (("group_size", options.group_size, 1), ("clip_norm", clip, None)):
+        for name, value, needed in (("group_size", options.group_size, 1), ("clip_norm", options.clip_norm, None)):
             if value != needed:
                 raise ConfigError(
                     f"Trainer.unit = 'token' with Trainer.{name} = {value!r}: examples' gradients are not formed, so they "

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Literal, get_args
 
-from perex_t5x.errors import ConfigError, did_you_mean
+from perex_t5x import arguments
+from perex_t5x.arguments import Count, Interval, PositiveInt, Seed
+from perex_t5x.errors import ConfigError
+from perex_t5x.optimizers.checks import DType
 from perex_t5x.schedules import create_learning_rate_scheduler
 
 __all__ = [
@@ -17,7 +21,8 @@ __all__ = [
     "create_learning_rate_scheduler",
 ]
 
-FEEDS = ("auto", "cached", "streaming")
+FeedKind = Literal["auto", "cached", "streaming"]
+FEEDS = get_args(FeedKind)
 
 
 @dataclass
@@ -45,29 +50,23 @@ class DatasetConfig:
     """
 
     mixture_or_task_name: str
-    task_feature_lengths: Mapping[str, int] | None
+    task_feature_lengths: Mapping[str, PositiveInt] | None
     split: str
-    batch_size: int
+    batch_size: PositiveInt
     shuffle: bool
-    seed: int | None
+    seed: Seed | None
     use_cached: bool = False
     pack: bool = False
     use_custom_packing_ops: bool = False
     module: str | None = None
-    feed: str = "auto"
+    feed: FeedKind = "auto"
     cache_dir: str | None = None
-    memory_limit_bytes: int = 4 << 30
+    memory_limit_bytes: Count = 4 << 30
     trim_output_features: bool = True
-    local_cache_bytes: int = 16 << 30
+    local_cache_bytes: Count = 16 << 30
 
     def __post_init__(self) -> None:
-        if self.feed not in FEEDS:
-            raise ConfigError(
-                f"DatasetConfig.feed = {self.feed!r}: must be one of {', '.join(FEEDS)}."
-                f"{did_you_mean(self.feed, FEEDS)}"
-            )
-        if not isinstance(self.batch_size, int) or self.batch_size < 1:
-            raise ConfigError(f"DatasetConfig.batch_size = {self.batch_size!r}: must be a positive whole number.")
+        arguments.check_fields(self)
         if self.use_custom_packing_ops:
             raise ConfigError("DatasetConfig.use_custom_packing_ops = True is not supported: set it to False.")
 
@@ -81,18 +80,39 @@ class SaveCheckpointConfig:
       dtype: parameters are cast to it in the checkpoint; None: as they are.
       keep: how many of the newest to keep; None: all.
       save_dataset: of T5X. The data position is always part of a checkpoint here; False is accepted and ignored.
+      period_minutes: a step is also saved once so many minutes have passed since the last save; None: time does not count.
+      keep_every: besides the newest, checkpoints of steps that this number divides are kept; None: no more.
+      keep_best: besides, so many are kept of those that were evaluated, the best by `keep_best_metric`.
+      keep_best_metric: of an evaluation, such as 'training_eval/my_task/accuracy', or 'accuracy': the first task's. None:
+        the model's loss.
+      keep_best_mode: whether the best is the smallest ('min') or the largest ('max').
+      retries: how many saves in a row may fail while training continues; one more ends the run. 0: the first one does.
     """
 
-    period: int | None = None
-    dtype: str | None = "float32"
-    keep: int | None = None
+    period: PositiveInt | None = None
+    dtype: DType | None = "float32"
+    keep: PositiveInt | None = None
     save_dataset: bool = True
+    period_minutes: Annotated[float, Interval("(0, ∞)")] | None = None
+    keep_every: PositiveInt | None = None
+    keep_best: PositiveInt | None = None
+    keep_best_metric: str | None = None
+    keep_best_mode: Literal["min", "max"] = "min"
+    retries: Count = 10
 
     def __post_init__(self) -> None:
-        for name in ("period", "keep"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"SaveCheckpointConfig.{name} = {value!r}: must be None or at least 1.")
+        arguments.check_fields(self)
+        for name in ("keep_every", "keep_best"):
+            if getattr(self, name) is not None and self.keep is None:
+                raise ConfigError(
+                    f"SaveCheckpointConfig.{name} = {getattr(self, name)} says what is kept besides the newest, and "
+                    "keep = None keeps all. Set SaveCheckpointConfig.keep, too, for instance to 1."
+                )
+        if self.keep_best_metric is not None and self.keep_best is None:
+            raise ConfigError(
+                f"SaveCheckpointConfig.keep_best_metric = {self.keep_best_metric!r} is not used: set keep_best to the "
+                "number of checkpoints to keep by it."
+            )
 
 
 @dataclass
@@ -111,19 +131,14 @@ class RestoreCheckpointConfig:
     """
 
     path: str | Sequence[str] | None = None
-    mode: str = "latest"
-    dtype: str | None = None
+    mode: Literal["specific", "latest", "all"] = "latest"
+    dtype: DType | None = None
     assignment_map: Sequence[tuple[str, str | None]] | None = None
     fallback_to_scratch: bool = False
     strict: bool = False
 
     def __post_init__(self) -> None:
-        modes = ("specific", "latest", "all")
-        if self.mode not in modes:
-            raise ConfigError(
-                f"RestoreCheckpointConfig.mode = {self.mode!r}: must be one of {', '.join(modes)}."
-                f"{did_you_mean(str(self.mode), modes)}"
-            )
+        arguments.check_fields(self)
         if isinstance(self.path, list | tuple):
             if len(self.path) > 1:
                 raise ConfigError("RestoreCheckpointConfig.path: give one path.")

@@ -42,7 +42,7 @@ def parse(*bindings, files=FILES, paths=()):
         ("utils.DatasetConfg.pack=True", "has no attribute DatasetConfg[^$]*Did you mean 'DatasetConfig'"),
         ("utilz.DatasetConfig.pack=True", "No configurable matching 'utilz.DatasetConfig'"),
         ("train_script.train.total_step=1", "parameter named 'total_step'[^$]*Did you mean 'total_steps'"),
-        ("MODEL=%MODLE", "--gin.MODEL = %MODLE.*the macro %MODLE is used but nowhere defined. Did you mean 'MODEL'"),
+        ("MODEL=%MODLE", "--gin.MODEL: the macro %MODLE is used but nowhere defined. Did you mean 'MODEL'"),
         ("TRAIN_STEPS=(1, 2", "is not a value gin can read"),
         ("TRAIN_STEPS", "has no value: write --gin.NAME=VALUE"),
     ],

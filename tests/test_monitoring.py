@@ -174,9 +174,9 @@ def test_groups_of_ones_own():
 @pytest.mark.parametrize(
     "make,message",
     [
-        (lambda: Monitor(period=0), "Monitor.period = 0: must be a positive whole number"),
-        (lambda: Monitor(ema=1.0), r"Monitor.ema = 1.0: must be in \[0, 1\)"),
-        (lambda: Monitor(groups="norm"), r"Monitor.groups = 'norm': give a function.*@monitoring.parameter_kind"),
+        (lambda: Monitor(period=0), "Monitor.period = 0: must be a whole number, at least 1"),
+        (lambda: Monitor(ema=1.0), r"Monitor.ema = 1.0: must be a number in \[0, 1\)"),
+        (lambda: Monitor(groups="norm"), r"Monitor.groups = 'norm': must be a function \(@...\) or None, not a text"),
         (lambda: Monitor(norm_layers="("), "Monitor.norm_layers = .* is not a regular expression"),
         (
             lambda: Monitor(only_norm_layers=True, norm_layers="nosuch").init({"w": jnp.zeros(2)}),

@@ -47,7 +47,7 @@ def test_optax_schedules_and_numbers():
     "arguments,message",
     [
         ({"factors": "constant * linear_wamup"}, "unknown factor 'linear_wamup'. Did you mean 'linear_warmup'"),
-        ({"base_learning_rate": -1.0}, "must not be negative"),
+        ({"base_learning_rate": -1.0}, "must be a number, at least 0"),
         ({"warmup_steps": -1}, "warmup_steps = -1"),
         ({"steps_per_decay": 0}, "steps_per_decay = 0"),
     ],

@@ -29,12 +29,12 @@ def call(load: Callable[[], Callable[..., Any]], args: Any) -> None:
     configure_data(args)
     _compare_processes(function.__name__)
     try:
-        configurable = gin.get_configurable(function)
+        gin.get_configurable(function)
     except Exception:
         raise ConfigError(
             f"the gin files bind nothing on {function.__module__}.{function.__name__}: they are for another command."
         ) from None
-    configurable(**_run_flags(function.__name__, args))
+    gin_utils.call(function, **_run_flags(function.__name__, args))
     from perex_t5x import distributed
 
     distributed.finish()

@@ -50,8 +50,8 @@ class BaseTransformerModel(abc.ABC):
         module: nn.Module,
         optimizer_def: Any,
         loss_normalizing_factor: losses.LossNormalizingFactor = None,
-        z_loss: float = 0.0,
-        label_smoothing: float = 0.0,
+        z_loss: losses.ZLoss = 0.0,
+        label_smoothing: losses.Smoothing = 0.0,
     ):
         self.module = module
         self.optimizer_def = optimizer_def

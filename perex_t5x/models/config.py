@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from perex_t5x import arguments
+from perex_t5x.arguments import Interval, PositiveInt
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.models import remat
 
@@ -16,7 +19,6 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
     {"gelu": jax.nn.gelu, "linear": lambda x: x, "relu": jax.nn.relu, "silu": jax.nn.silu, "swish": jax.nn.silu}
 )
 
-ATTENTIONS = ("auto", "splash", "jax_splash", "xla")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -53,56 +55,40 @@ class T5Config:
     4
     """
 
-    vocab_size: int
-    dtype: str = "float32"
-    emb_dim: int = 512
-    num_heads: int = 8
-    num_encoder_layers: int = 6
-    num_decoder_layers: int = 6
-    head_dim: int = 64
-    mlp_dim: int = 2048
+    vocab_size: PositiveInt
+    dtype: Any = "float32"
+    emb_dim: PositiveInt = 512
+    num_heads: PositiveInt = 8
+    num_encoder_layers: Annotated[int, Interval("[0, 10000]")] = 6
+    num_decoder_layers: Annotated[int, Interval("[1, 10000]")] = 6
+    head_dim: PositiveInt = 64
+    mlp_dim: PositiveInt = 2048
     mlp_activations: tuple[str, ...] = ("gelu", "linear")
-    dropout_rate: float = 0.0
+    dropout_rate: Annotated[float, Interval("[0, 1)")] = 0.0
     logits_via_embedding: bool = False
-    num_kv_heads: int | None = None
-    rotary_max_wavelength: float = 10_000.0
+    num_kv_heads: PositiveInt | None = None
+    rotary_max_wavelength: Annotated[float, Interval("(1, ∞)")] = 10_000.0
     scan_layers: bool = False
     remat_policy: str = "none"
-    attention: str = "auto"
-    loss_chunks: int | str = "auto"
+    attention: Literal["auto", "splash", "jax_splash", "xla"] = "auto"
+    loss_chunks: Annotated[int, Interval("[0, 2147483647]")] | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
+        arguments.check_fields(self)
         # Gin gives lists where a tuple was written with brackets, and dtypes as numpy objects.
         object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
         object.__setattr__(self, "dtype", _dtype_name(self.dtype))
-        for name in ("vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "num_decoder_layers"):
-            _check_positive(name, getattr(self, name), minimum=1)
-        _check_positive("num_encoder_layers", self.num_encoder_layers, minimum=0)
-        if self.num_kv_heads is not None:
-            _check_positive("num_kv_heads", self.num_kv_heads, minimum=1)
-            if self.num_heads % self.num_kv_heads:
-                fitting = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
-                raise ConfigError(
-                    f"T5Config.num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}. "
-                    f"These do: {', '.join(map(str, fitting))}."
-                )
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            fitting = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
+            raise ConfigError(
+                f"T5Config.num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}. "
+                f"These do: {', '.join(map(str, fitting))}."
+            )
         if not self.mlp_activations:
             raise ConfigError("T5Config.mlp_activations is empty: give at least one, e.g. ('gelu', 'linear').")
         for activation in self.mlp_activations:
             _check_known("mlp_activations", activation, ACTIVATIONS)
         remat.parse(self.remat_policy)
-        _check_known("attention", self.attention, ATTENTIONS)
-        if self.loss_chunks != "auto":
-            _check_positive("loss_chunks", self.loss_chunks, minimum=0, other="'auto' or ")
-        if not self.rotary_max_wavelength > 1.0:
-            raise ConfigError(
-                f"T5Config.rotary_max_wavelength = {self.rotary_max_wavelength}: must be above 1; 10000.0 is usual, "
-                "500000.0 for rows of 8192 tokens."
-            )
-        if not 0.0 <= self.dropout_rate < 1.0:
-            raise ConfigError(
-                f"T5Config.dropout_rate = {self.dropout_rate}: must be in [0, 1), the fraction set to zero."
-            )
 
     @property
     def kv_heads(self) -> int:
@@ -122,15 +108,10 @@ class T5Config:
 def _dtype_name(dtype: object) -> str:
     try:
         name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-    except TypeError:
+    except (TypeError, ValueError):
         name = repr(dtype)
     _check_known("dtype", name, DTYPES)
     return name
-
-
-def _check_positive(name: str, value: object, minimum: int, other: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ConfigError(f"T5Config.{name} = {value!r}: must be {other}an integer, at least {minimum}.")
 
 
 def _check_known(name: str, value: object, known: Mapping[str, object] | tuple[str, ...]) -> None:

@@ -39,8 +39,8 @@ class DecoderOnlyModel(BaseTransformerModel):
         vocabulary: Any,
         optimizer_def: Any,
         loss_normalizing_factor: losses.LossNormalizingFactor = None,
-        z_loss: float = 0.0,
-        label_smoothing: float = 0.0,
+        z_loss: losses.ZLoss = 0.0,
+        label_smoothing: losses.Smoothing = 0.0,
         inputs_bidirectional_attention: bool = False,
     ):
         super().__init__(module, optimizer_def, loss_normalizing_factor, z_loss, label_smoothing)

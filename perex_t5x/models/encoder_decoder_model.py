@@ -36,8 +36,8 @@ class EncoderDecoderModel(BaseTransformerModel):
         output_vocabulary: Any,
         optimizer_def: Any,
         loss_normalizing_factor: losses.LossNormalizingFactor = None,
-        z_loss: float = 0.0,
-        label_smoothing: float = 0.0,
+        z_loss: losses.ZLoss = 0.0,
+        label_smoothing: losses.Smoothing = 0.0,
     ):
         super().__init__(module, optimizer_def, loss_normalizing_factor, z_loss, label_smoothing)
         self.input_vocabulary = input_vocabulary

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from perex_t5x.arguments import Interval
 from perex_t5x.errors import ConfigError, did_you_mean
 
-LossNormalizingFactor = float | int | str | None
+LossNormalizingFactor = Annotated[float, Interval("(0, ∞)")] | str | None
+ZLoss = Annotated[float, Interval("[0, ∞)")]
+Smoothing = Annotated[float, Interval("[0, 1)")]
 
 NORMALIZERS = ("NUM_REAL_TARGET_TOKENS", "NUM_TOTAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE")
 

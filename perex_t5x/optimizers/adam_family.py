@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +16,22 @@ from perex_t5x.optimizers.base import (
     inverse_batch_size,
     zero_moments,
 )
-from perex_t5x.optimizers.checks import check_number
+from perex_t5x.optimizers.checks import Decay, DType, NotNegative, Rate, check_number
 from perex_t5x.optimizers.moments import MomentsState, momentum, scale_by_moments
 from perex_t5x.per_example.results import GradStatistics
 
 
 def adam(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    weight_decay: Any = 0.0,
+    learning_rate: Rate,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NotNegative = 1e-8,
+    weight_decay: Rate = 0.0,
     mask: Mask | None = None,
     *,
     nesterov: bool = False,
-    mu_dtype: Any = None,
-    nu_dtype: Any = None,
+    mu_dtype: DType = None,
+    nu_dtype: DType = None,
 ) -> StatisticsTransformation:
     """Adam: v averages ḡ², which estimates μ² + σ²/B. Equals `optax.adamw`, and needs the mean alone.
 
@@ -48,16 +48,16 @@ def adam(
 
 
 def micro_adam(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    weight_decay: Any = 0.0,
+    learning_rate: Rate,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NotNegative = 1e-8,
+    weight_decay: Rate = 0.0,
     mask: Mask | None = None,
     *,
     nesterov: bool = False,
-    mu_dtype: Any = None,
-    nu_dtype: Any = None,
+    mu_dtype: DType = None,
+    nu_dtype: DType = None,
 ) -> StatisticsTransformation:
     """MicroAdam: v averages q, the mean square of the examples' gradients, which estimates μ² + σ².
 
@@ -88,16 +88,16 @@ def micro_adam(
 
 
 def micro_adam_var(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    weight_decay: Any = 0.0,
+    learning_rate: Rate,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NotNegative = 1e-8,
+    weight_decay: Rate = 0.0,
     mask: Mask | None = None,
     *,
     nesterov: bool = False,
-    mu_dtype: Any = None,
-    nu_dtype: Any = None,
+    mu_dtype: DType = None,
+    nu_dtype: DType = None,
 ) -> StatisticsTransformation:
     """MicroAdamVar: v averages σ̂² = B/(B−1)·(q − ḡ²), the unbiased variance of the examples' gradients.
 
@@ -117,18 +117,18 @@ def micro_adam_var(
 
 
 def micro_adam_msq(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    weight_decay: Any = 0.0,
+    learning_rate: Rate,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NotNegative = 1e-8,
+    weight_decay: Rate = 0.0,
     mask: Mask | None = None,
     *,
-    floor: str = "auto",
-    floor_scale: Any = 1.0,
+    floor: Literal["auto", "mean_square", "zero"] = "auto",
+    floor_scale: NotNegative = 1.0,
     nesterov: bool = False,
-    mu_dtype: Any = None,
-    nu_dtype: Any = None,
+    mu_dtype: DType = None,
+    nu_dtype: DType = None,
 ) -> StatisticsTransformation:
     """MicroAdamMSQ: v averages μ̂² = ḡ² − σ̂²/B, the unbiased square of the expected gradient.
 
@@ -153,13 +153,13 @@ def micro_adam_msq(
 
 
 def scale_by_eve(
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NotNegative = 1e-8,
     *,
     nesterov: bool = False,
-    mu_dtype: Any = None,
-    nu_dtype: Any = None,
+    mu_dtype: DType = None,
+    nu_dtype: DType = None,
     name: str = "scale_by_eve",
 ) -> StatisticsTransformation:
     """Divides the momentum by the root of v' = v̂/B + (1 − 1/B)·m̂², with v the moving average of q.
@@ -195,16 +195,16 @@ def scale_by_eve(
 
 
 def eve(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    weight_decay: Any = 0.0,
+    learning_rate: Rate,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NotNegative = 1e-8,
+    weight_decay: Rate = 0.0,
     mask: Mask | None = None,
     *,
     nesterov: bool = False,
-    mu_dtype: Any = None,
-    nu_dtype: Any = None,
+    mu_dtype: DType = None,
+    nu_dtype: DType = None,
 ) -> StatisticsTransformation:
     """Eve: step m̂ / (√v' + eps) with v' = v̂/B + (1 − 1/B)·m̂² and v the average of q.
 

@@ -4,15 +4,68 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
 
+from perex_t5x.arguments import Interval
 from perex_t5x.errors import ConfigError
 from perex_t5x.per_example.results import GradStatistics
 from perex_t5x.per_example.statistic import Statistic, names_of
+
+
+class _FloatingPoint:
+    """Names and types of floating-point numbers."""
+
+    def allows(self, value: Any) -> bool:
+        try:
+            return value is None or jnp.issubdtype(jnp.dtype(value), jnp.floating)
+        except TypeError:
+            return False
+
+    def describe(self, noun: str) -> str:
+        return "a floating-point type such as 'float32' or 'bfloat16'"
+
+
+class _Number(Interval):
+    """Numbers of an interval alone; as whole numbers they have to fit into an int32."""
+
+    def allows(self, value: Any) -> bool:
+        is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**31)
+        return is_number and not isinstance(value, bool) and super().allows(value)
+
+    def describe(self, noun: str) -> str:
+        return super().describe("a number")
+
+
+class _NumberOrSchedule(_Number):
+    """Also functions of the step."""
+
+    def allows(self, value: Any) -> bool:
+        return callable(value) or super().allows(value)
+
+    def describe(self, noun: str) -> str:
+        return f"{super().describe(noun)}, or a schedule (@...)"
+
+
+# Annotations of optimizers' arguments, for who configures them; called from Python they also take arrays and traced values.
+Decay = Annotated[Any, _Number("[0, 1)")]
+NotNegative = Annotated[Any, _Number("[0, ∞)")]
+Positive = Annotated[Any, _Number("(0, ∞)")]
+Rate = Annotated[Any, _NumberOrSchedule("[0, ∞)")]
+DType = Annotated[Any, _FloatingPoint()]
+
+# optax's own annotations allow anything like an array.
+OPTAX_ARGUMENTS = {
+    **dict.fromkeys(("b1", "b2", "b3", "decay", "momentum"), Decay),
+    **dict.fromkeys(("eps", "eps_root"), NotNegative),
+    **dict.fromkeys(("weight_decay", "learning_rate"), Rate),
+    **dict.fromkeys(("max_norm", "threshold"), Positive),
+    **dict.fromkeys(("mu_dtype", "accumulator_dtype"), DType),
+}
 
 
 def check_number(

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from perex_t5x.optimizers.base import StatisticsTransformation, from_statistics
-from perex_t5x.optimizers.checks import check_number
+from perex_t5x.optimizers.checks import Positive, check_number
 from perex_t5x.per_example.results import GradStatistics
 
 
-def clip_by_global_norm(max_norm: Any) -> StatisticsTransformation:
+def clip_by_global_norm(max_norm: Positive) -> StatisticsTransformation:
     """Scales all examples' gradients by c = min(1, max_norm / ‖ḡ‖): ḡ becomes c·ḡ, q becomes c²·q, signs stay.
 
     Stands in front of an optimizer of this package in an `optax.chain`; the optimizer recovers c from the updates, so the

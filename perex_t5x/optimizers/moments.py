@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import optax
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.optimizers.base import StatisticsTransformation, from_statistics, inverse_batch_size, zero_moments
-from perex_t5x.optimizers.checks import check_choice, check_number, check_several_groups
+from perex_t5x.optimizers.checks import Decay, DType, NotNegative, check_choice, check_number, check_several_groups
 from perex_t5x.per_example.results import GradStatistics
 
 
@@ -107,15 +107,15 @@ def _can_be_negative(a: Any, b: Any) -> bool:
 def scale_by_moments(
     a: Any,
     b: Any,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NotNegative = 1e-8,
     *,
     nesterov: bool = False,
-    mu_dtype: Any = None,
-    nu_dtype: Any = None,
-    floor: str = "auto",
-    floor_scale: Any = 1.0,
+    mu_dtype: DType = None,
+    nu_dtype: DType = None,
+    floor: Literal["auto", "mean_square", "zero"] = "auto",
+    floor_scale: NotNegative = 1.0,
     keep_parts: bool = False,
     name: str = "scale_by_moments",
 ) -> StatisticsTransformation:

@@ -9,14 +9,14 @@ The moving averages are not bias-corrected: EMA(x) = b1·EMA + (1−b1)·x, from
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from perex_t5x.optimizers.base import Mask, StatisticsTransformation, descend, from_statistics, zero_moments
-from perex_t5x.optimizers.checks import check_choice, check_number
+from perex_t5x.optimizers.checks import Decay, DType, Rate, check_choice, check_number
 from perex_t5x.per_example.results import GradStatistics
 
 
@@ -27,7 +27,12 @@ class SignState(NamedTuple):
 
 
 def scale_by_sign(
-    place: str, b1: Any = 0.9, *, nesterov: bool = False, mu_dtype: Any = None, name: str = "scale_by_sign"
+    place: Literal["example", "batch", "ema"],
+    b1: Decay = 0.9,
+    *,
+    nesterov: bool = False,
+    mu_dtype: DType = None,
+    name: str = "scale_by_sign",
 ) -> StatisticsTransformation:
     """The direction of a moving average with the sign at a chosen place.
 
@@ -65,13 +70,13 @@ def scale_by_sign(
 
 
 def micro_sign(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    weight_decay: Any = 0.0,
+    learning_rate: Rate,
+    b1: Decay = 0.9,
+    weight_decay: Rate = 0.0,
     mask: Mask | None = None,
     *,
     nesterov: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DType = None,
 ) -> StatisticsTransformation:
     """MicroSign: the moving average of mean_i sign(g_i), the sign of each example's gradient. Name and formula are ours.
 
@@ -95,13 +100,13 @@ def micro_sign(
 
 
 def sign_sgd(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    weight_decay: Any = 0.0,
+    learning_rate: Rate,
+    b1: Decay = 0.9,
+    weight_decay: Rate = 0.0,
     mask: Mask | None = None,
     *,
     nesterov: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DType = None,
 ) -> StatisticsTransformation:
     """SignSGD: the moving average of sign(ḡ), the sign of the batch gradient. Needs the mean alone; args as in `micro_sign`.
 
@@ -114,13 +119,13 @@ def sign_sgd(
 
 
 def sign_ema(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    weight_decay: Any = 0.0,
+    learning_rate: Rate,
+    b1: Decay = 0.9,
+    weight_decay: Rate = 0.0,
     mask: Mask | None = None,
     *,
     nesterov: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DType = None,
 ) -> StatisticsTransformation:
     """SignEMA: the sign of the moving average of ḡ (Signum). Needs the mean alone; args as in `micro_sign`.
 

@@ -23,6 +23,8 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
+from perex_t5x import arguments
+from perex_t5x.arguments import PositiveInt
 from perex_t5x.errors import ConfigError
 from perex_t5x.partitioning.gather import gather_by_spec
 from perex_t5x.partitioning.mesh import make_mesh, torus_sizes
@@ -56,13 +58,16 @@ class PjitPartitioner:
 
     def __init__(
         self,
-        num_partitions: int | None = None,
-        model_parallel_submesh: Sequence[int] | None = None,
-        ici_mesh_shape: Sequence[int] | None = None,
-        dcn_mesh_shape: Sequence[int] | None = None,
+        num_partitions: PositiveInt | None = None,
+        model_parallel_submesh: Sequence[PositiveInt] | None = None,
+        ici_mesh_shape: Sequence[PositiveInt] | None = None,
+        dcn_mesh_shape: Sequence[PositiveInt] | None = None,
         logical_axis_rules: LogicalAxisRules | None = None,
         devices: Sequence[Any] | None = None,
     ):
+        arguments.check("PjitPartitioner", arguments.hints(PjitPartitioner), dict(locals()))
+        if devices is not None and not (len(devices) and all(hasattr(d, "device_kind") for d in devices)):
+            raise ConfigError(f"PjitPartitioner.devices = {devices!r}: give devices, at least one, or None for all.")
         if (num_partitions not in (None, 1) or model_parallel_submesh) and ici_mesh_shape:
             raise ConfigError("PjitPartitioner: give either num_partitions / model_parallel_submesh or ici_mesh_shape.")
         rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules

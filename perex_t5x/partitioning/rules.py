@@ -10,9 +10,11 @@ still free applies:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from jax.sharding import PartitionSpec
 
+from perex_t5x import arguments
 from perex_t5x.errors import ConfigError
 
 MESH_AXES = ("replica", "data", "model")
@@ -47,8 +49,8 @@ def only_axes(spec: PartitionSpec, wanted: Sequence[str]) -> PartitionSpec:
 
 
 def standard_logical_axis_rules(
-    activation_partitioning_dims: int = 1,
-    parameter_partitioning_dims: int = 1,
+    activation_partitioning_dims: Literal[1, 2] = 1,
+    parameter_partitioning_dims: Literal[1, 2] = 1,
     additional_rules: LogicalAxisRules | None = None,
 ) -> LogicalAxisRules:
     """Returns T5X's standard rules, as (logical axis, mesh axis) pairs in order of priority.
@@ -63,12 +65,7 @@ def standard_logical_axis_rules(
     >>> ("embed", "data") in standard_logical_axis_rules(parameter_partitioning_dims=2)
     True
     """
-    for name, dims in (
-        ("activation_partitioning_dims", activation_partitioning_dims),
-        ("parameter_partitioning_dims", parameter_partitioning_dims),
-    ):
-        if dims not in (1, 2):
-            raise ConfigError(f"standard_logical_axis_rules.{name} = {dims!r}: must be 1 or 2.")
+    arguments.check("standard_logical_axis_rules", arguments.hints(standard_logical_axis_rules), dict(locals()))
     rules: list[tuple[str, MeshAxes]] = [("batch", DATA_AXES)]
     rules += [(name, "model") for name in ("vocab", "mlp", "heads", "joined_kv")]
     if activation_partitioning_dims == 2:

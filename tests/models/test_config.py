@@ -19,7 +19,7 @@ from perex_t5x.errors import ConfigError
         (dict(dtype="bfloat"), ["dtype", "Did you mean 'bfloat16'"]),
         (dict(dtype=jnp.int32), ["dtype", "int32"]),
         (dict(emb_dim=0), ["emb_dim = 0"]),
-        (dict(num_decoder_layers=2.5), ["num_decoder_layers = 2.5", "integer"]),
+        (dict(num_decoder_layers=2.5), ["num_decoder_layers = 2.5", "whole number"]),
     ],
 )
 def test_slips_are_named(changes, words):

@@ -111,7 +111,9 @@ def test_auto_asks_for_a_large_vocabulary_and_bad_values_are_named():
     assert not head.is_worthwhile(config(vocab_size=32768), 511)
     assert not head.is_worthwhile(config(vocab_size=32768, loss_chunks=0), 512)
     for chunks in (-1, "many", 2.0):
-        with pytest.raises(ConfigError, match="T5Config.loss_chunks = .*'auto' or an integer"):
+        with pytest.raises(
+            ConfigError, match="T5Config.loss_chunks = .*: must be a whole number, at least 0, or 'auto'"
+        ):
             config(loss_chunks=chunks)
 
 

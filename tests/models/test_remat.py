@@ -58,7 +58,7 @@ def test_named_policies_recompute_what_they_do_not_name(monkeypatch):
         ("save:key;save:value", "'save:value' is not one list"),
         ("save:key,value;offload:key", "'key' is both saved and offloaded"),
         ("save_qvk", "unknown. Did you mean 'save_qkv'"),
-        (3, "unknown"),
+        (3, "must be a text"),
     ],
 )
 def test_errors_name_the_binding_and_the_nearest_name(policy, message):

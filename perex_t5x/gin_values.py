@@ -1,0 +1,98 @@
+"""The values that Gin has bound, each compared with the annotation of the argument it is bound to, before anything is made.
+
+References are not followed into what they make: `@DatasetConfig()` is an instance of its class, and what a function will
+return is not known. Macros are: an error names the macro that was written, and where.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import gin
+
+from perex_t5x import arguments
+from perex_t5x.errors import ConfigError
+from perex_t5x.optimizers.checks import OPTAX_ARGUMENTS
+
+Places = Mapping[
+    tuple[str, str], str
+]  # (configurable or macro with its scope, argument or "") -> where it was bound last
+
+
+def check(places: Places) -> None:
+    """Raises `ConfigError` for all values that do not suit their arguments.
+
+    Args:
+      places: file and line, or flag, of bindings.
+    """
+    problems: dict[tuple[str, str], str] = {}  # one for each macro, though several arguments may get its value
+    for (scope, selector), bound in gin.config._CONFIG.items():
+        configurable = gin.config._REGISTRY[selector]
+        annotations = _annotations(configurable.wrapped)
+        name = f"{scope}/{configurable.name}" if scope else configurable.name
+        for argument, value in bound.items():
+            macros: list[str] = []
+            plain = _resolved(value, macros)
+            if argument not in annotations or not (text := arguments.problem(plain, annotations[argument])):
+                continue
+            macro = f"the macro {macros[-1]}" if macros else ""
+            place = places.get((macros[-1], "") if macros else (name, argument), "")
+            origin = ", ".join(filter(None, [macro, place]))
+            shown = plain if macros else value
+            message = f"{name}.{argument} = {_shown(shown)}{f' ({origin})' if origin else ''}: {arguments.ended(text)}"
+            problems.setdefault((macro or f"{name}.{argument}", text), message)
+    if problems:
+        raise ConfigError("\n".join(problems.values()))
+
+
+def _annotations(wrapped: Any) -> Mapping[str, Any]:
+    if wrapped is gin.config.macro:
+        return {}
+    package, annotations = (getattr(wrapped, "__module__", None) or "").split(".")[0], arguments.hints(wrapped)
+    if package == "perex_t5x":
+        return annotations
+    # Elsewhere annotations are documentation, and classes in them often stand for whatever can be turned into one.
+    annotations = {name: annotation for name, annotation in annotations.items() if arguments.is_plain(annotation)}
+    if package != "optax":
+        return annotations
+    known = {}  # optax's own annotations say 'anything like an array'
+    for name, parameter in inspect.signature(wrapped).parameters.items():
+        if name in OPTAX_ARGUMENTS:
+            known[name] = OPTAX_ARGUMENTS[name] | None if parameter.default is None else OPTAX_ARGUMENTS[name]
+            if parameter.default is not parameter.empty and arguments.problem(parameter.default, known[name]):
+                del known[name]  # the name means something else there: scale_by_sm3.b2 = 1.0
+    return {**annotations, **known}
+
+
+def _resolved(value: Any, macros: list[str]) -> Any:
+    """A value without macros, whose names are added to `macros`, and with stand-ins for what is not made yet."""
+    if isinstance(value, gin.config.ConfigurableReference):
+        return _referred(value, macros)
+    if isinstance(value, dict):
+        return {_resolved(k, macros): _resolved(v, macros) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_resolved(item, macros) for item in value)
+    return value
+
+
+def _referred(reference: Any, macros: list[str]) -> Any:
+    wrapped, name = reference.configurable.wrapped, "/".join(reference.scopes)
+    if wrapped is gin.config.macro:
+        bound = gin.config._CONFIG.get((name, reference.configurable.selector), {})
+        if name in macros or "value" not in bound:  # a circle, which Gin finds when it is used
+            return arguments.UNKNOWN
+        macros.append(name)
+        return _resolved(bound["value"], macros)
+    if wrapped is gin.config._retrieve_constant:
+        return arguments.UNKNOWN
+    if not reference.evaluate:
+        return wrapped
+    return arguments.Made(wrapped) if isinstance(wrapped, type) else arguments.UNKNOWN
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, arguments.Made):
+        return f"@{value.cls.__name__}()"
+    return f"@{value.__name__}" if hasattr(value, "__name__") else repr(value)
