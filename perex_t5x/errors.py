@@ -106,6 +106,12 @@ class PeerLostError(TrainingError):
     reason = Reason.PEER_LOST
 
 
+class InUseError(TrainingError):
+    """Another process writes to the run's folder."""
+
+    reason = Reason.BUSY
+
+
 class NoSpaceError(TrainingError):
     """The disk, or the quota on it, is full."""
 
@@ -152,13 +158,14 @@ class DivergedError(TrainingError):
     Attributes:
       step: at which it was seen.
       finding: what was seen, in short: 'the loss is nan'.
+      first_step: the first that is to blame.
     """
 
     reason = Reason.DIVERGED
 
-    def __init__(self, message: str, step: int, finding: str):
+    def __init__(self, message: str, step: int, finding: str, first_step: int | None = None):
         super().__init__(message)
-        self.step, self.finding = step, finding
+        self.step, self.finding, self.first_step = step, finding, step if first_step is None else first_step
 
 
 def did_you_mean(name: str, known: Iterable[str], *, count: int = 1) -> str:

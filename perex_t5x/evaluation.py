@@ -57,6 +57,7 @@ class TrainEvaluator:
             )
             for name in task_names(config)
         }
+        self.folders = [f"training_eval/{name}" for name in self.feeds]
         self._compiled: Future[Any] | None = None
         self._kept = {name: list(self._batches(name)) for name in self.feeds} if keep_batches else None
 
@@ -69,14 +70,20 @@ class TrainEvaluator:
         spec = next(iter(self.feeds.values())).element_spec
         self._compiled = executor.submit(self._trainer.compiled_eval, params_shapes, params_shardings, spec)
 
-    def evaluate(self, step: int, params: Any) -> dict[str, dict[str, float]]:
+    def evaluate(
+        self, step: int, params: Any, between_batches: Callable[[], None] = lambda: None
+    ) -> dict[str, dict[str, float]]:
         """Returns {'training_eval/<task>': metrics}."""
         del step
         eval_step = self._compiled.result()
         results: dict[str, dict[str, float]] = {}
         for name in self.feeds:
-            batches = self._batches(name) if self._kept is None else self._kept[name]
-            outputs = [eval_step(params, batch) for batch in batches]
+            outputs: list[Any] = []
+            for batch in self._batches(name) if self._kept is None else self._kept[name]:
+                between_batches()
+                outputs.append(eval_step(params, batch))
+                # One batch ahead and no further: whoever is asked to leave does not wait for all that was dispatched.
+                jax.block_until_ready(outputs[-2:-1])
             results[f"training_eval/{name}"] = summarize(self._trainer.model, jax.device_get(outputs))
         return results
 
@@ -136,6 +143,7 @@ class InferenceEvaluator:
                 f"none of {', '.join(self.tasks)} has both a split {config.split!r} and metric_fns: nothing to "
                 "evaluate."
             )
+        self.folders = [f"inference_eval/{task.name}" for task in self._evaluator.eval_tasks]
         for task in self._evaluator.eval_tasks:
             if task.score_metric_fns:
                 protocol.require(model, protocol.Scores, f"a metric of task {task.name!r}")
@@ -146,17 +154,22 @@ class InferenceEvaluator:
             tokens, aux = model.predict_batch_with_aux(params, batch)
             return tokens, aux["scores"]
 
+        self._batch_size = config.batch_size
         self._predict = BatchRunner(predict, partitioner, config.batch_size)
         self._score = BatchRunner(lambda p, b, k: model.score_batch(p, b), partitioner, config.batch_size)
 
     def compile(self, executor: Executor, params_shapes: Any, params_shardings: Any) -> None:
         """Nothing ahead of time: which of predicting and scoring is needed, the tasks' metrics decide."""
 
-    def evaluate(self, step: int, params: Any) -> dict[str, dict[str, float]]:
+    def evaluate(
+        self, step: int, params: Any, between_batches: Callable[[], None] = lambda: None
+    ) -> dict[str, dict[str, float]]:
         """Returns {'inference_eval/<task>': metrics}."""
 
         def examples(dataset: Any) -> Iterator[tuple[int, Any]]:
-            for index, example in dataset.as_numpy_iterator():
+            for number, (index, example) in enumerate(dataset.as_numpy_iterator()):
+                if number % self._batch_size == 0:
+                    between_batches()
                 yield int(index), {name: np.asarray(value) for name, value in example.items()}
 
         def predict(dataset: Any) -> list[tuple[int, list[int]]]:

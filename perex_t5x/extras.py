@@ -9,7 +9,9 @@ import importlib.util
 
 from perex_t5x.errors import ConfigError
 
-_TRAIN = ("absl", "etils", "flax", "gin", "grain", "orbax", "rich", "seqio", "tensorflow", "tensorstore")
+_TRAIN = (
+    "absl", "etils", "flax", "gin", "google_crc32c", "grain", "orbax", "rich", "seqio", "tensorflow", "tensorstore",
+)  # fmt: skip
 # What every command that names the extra imports; extras build on [train]. What only some of them need (libtpu, XManager) is
 # missed where it is used.
 _MODULES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import re
 import threading
@@ -87,3 +88,22 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """
     with atomic_writer(path) as f:
         f.write(text)
+
+
+def clear_way(path: str | os.PathLike[str]) -> None:
+    """Moves what is in the place of a file and is none, such as a folder, to `path`.damaged, with a warning.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     os.makedirs(f"{folder}/config.gin")
+    ...     clear_way(f"{folder}/config.gin")
+    ...     os.listdir(folder)
+    ['config.gin.damaged']
+    """
+    if is_remote(path) or not os.path.lexists(path) or os.path.isfile(path):
+        return  # in an object store a folder is a part of names, and in nobody's way
+    number = 1
+    while (target := Path(f"{os.fspath(path)}.damaged{f'_{number}' if number > 1 else ''}")).exists():
+        number += 1
+    logging.getLogger("absl").warning("%s is not a file: moved to %s", path, target)
+    os.rename(path, target)

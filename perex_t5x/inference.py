@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from perex_t5x import checkpoints
+from perex_t5x import checkpoint_files, checkpoints, distributed
 from perex_t5x.data.feed import batch_spec
 from perex_t5x.errors import ConfigError
 from perex_t5x.models.protocol import Model, feature_converter_cls, sharded_dimensions
@@ -45,6 +45,8 @@ def restore_params(
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     shapes = TrainState(scalar, nn.meta.unbox(boxed), {}, scalar)
     shardings = TrainState(partitioner.replicated, partitioner.params_shardings(boxed), {}, partitioner.replicated)
+    if refusal := distributed.from_process_0(f"is {path} valid", lambda: checkpoint_files.refusal(path)):
+        raise checkpoint_files.DamagedError(f"RestoreCheckpointConfig.path = {config.path!r}: {refusal}")
     restored = checkpoints.restore(path, shapes, shardings, config, parts=("target",))
     wanted = checkpoints.flatten({"target": shapes.params})
     missing = sorted(set(wanted) - set(restored.leaves))

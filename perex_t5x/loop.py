@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -22,12 +21,14 @@ import jax.numpy as jnp
 from absl import logging
 
 from perex_t5x import distributed
+from perex_t5x.bad_numbers import BadNumbers, Watch
 from perex_t5x.checkpoints import Checkpointer
 from perex_t5x.cli import status
 from perex_t5x.cli.progress import Progress
 from perex_t5x.data.device_batches import prefetch
 from perex_t5x.errors import DivergedError
 from perex_t5x.goodput import Recorder
+from perex_t5x.interrupts import Interrupts
 from perex_t5x.metrics import MetricSums, MetricsWriter, flops_per_step, loss_metric, model_flops_utilization, summarize
 from perex_t5x.monitoring import shown
 from perex_t5x.profiling import Profiler
@@ -35,54 +36,39 @@ from perex_t5x.trainer import Trainer, TrainState
 
 
 class Evaluator(Protocol):
-    """Something that scores parameters: {folder under the run's: {metric: value}}."""
+    """Something that scores parameters: {folder under the run's: {metric: value}}.
 
-    def compile(self, executor: Executor, params_shapes: Any, params_shardings: Any) -> None: ...
-    def evaluate(self, step: int, params: Any) -> Mapping[str, Mapping[str, float]]: ...
-
-
-class Interrupts:
-    """Ctrl-C or SIGTERM asks the loop to save and stop; a second one stops at once.
-
-    Several processes stop at the same step, whichever of them was asked.
-
-    Args:
-      asked: set by whoever else wants the loop to stop, where signals are someone else's; None: signals alone.
+    Attributes:
+      folders: those that `evaluate` returns metrics of.
     """
 
-    def __init__(self, asked: threading.Event | None = None) -> None:
-        self._asked = asked or threading.Event()
-        self._handles_signals = asked is None and threading.current_thread() is threading.main_thread()
-        self._former: dict[int, Any] = {}
-        group = distributed.group()
-        self._stopping = None if group is None else group.stopping
+    folders: Sequence[str]
 
-    def stop_here(self) -> bool:
-        """Whether to save and stop now. All processes ask at the same places, and get the same answer."""
-        return self._asked.is_set() if self._stopping is None else not self._stopping.passes()
+    def compile(self, executor: Executor, params_shapes: Any, params_shardings: Any) -> None: ...
+    def evaluate(
+        self, step: int, params: Any, between_batches: Callable[[], None]
+    ) -> Mapping[str, Mapping[str, float]]:
+        """Calls `between_batches` often, on all processes at the same places; what that raises ends the evaluation."""
+        ...
 
-    def __enter__(self) -> Interrupts:
-        if self._handles_signals:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._former[number] = signal.signal(number, self._note)
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: Any) -> None:
-        if self._asked.is_set():
-            raise KeyboardInterrupt("stopped at once, without saving")
-        self._asked.set()
-        if self._stopping is not None:
-            self._stopping.requested = True
-        logging.info("asked to stop: saving a checkpoint after this step (a second signal stops at once)")
+class _AskedToStopError(Exception):
+    """The loop was asked to stop during an evaluation; it is made up for when the run is resumed."""
 
 
 @jax.jit
-def _all_finite(tree: Any) -> jax.Array:
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
+def _finite(params: Any, opt_state: Any) -> tuple[jax.Array, jax.Array]:
+    """Whether the parameters are, and whether the optimizer's state is. A single number of the latter may be infinite: the
+    best loss so far of optax's `reduce_on_plateau` begins so."""
+
+    def floats(tree: Any) -> list[jax.Array]:
+        return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def all_of(tests: list[jax.Array]) -> jax.Array:
+        return jnp.all(jnp.array(tests, bool))
+
+    state = [jnp.all(jnp.isfinite(x) if x.ndim else ~jnp.isnan(x)) for x in floats(opt_state)]
+    return all_of([jnp.all(jnp.isfinite(x)) for x in floats(params)]), all_of(state)
 
 
 class Loop:
@@ -106,6 +92,12 @@ class Loop:
       progress: makes what shows the progress, from (first step, last step).
       stop: asks the loop from another thread to save and stop; None: Ctrl-C and SIGTERM do.
       recorder: of the run's goodput; None: one that is not stored.
+      unlogged: of a resumed run, the sums of the steps since its last log line, as its checkpoint has them; None: none.
+      bad_numbers: what is done about losses and updates that are not finite, or too large.
+      watched: of a resumed run, what its checkpoint has of that; None: nothing.
+      evaluated: of a resumed run, the folders that have metrics of the step at which it starts. What is due there and not
+        among them is made up for: a run may be stopped or killed between a checkpoint and the end of its evaluation. None: a
+        run that starts.
     """
 
     def __init__(
@@ -128,6 +120,10 @@ class Loop:
         progress: Callable[[int, int], AbstractContextManager[Any]] | None = None,
         stop: threading.Event | None = None,
         recorder: Recorder | None = None,
+        unlogged: Mapping[str, Any] | None = None,
+        bad_numbers: BadNumbers | None = None,
+        watched: Mapping[str, Any] | None = None,
+        evaluated: Collection[str] | None = None,
     ):
         self._trainer, self._step_fn, self._feed = trainer, step_fn, feed
         self._evaluators, self._checkpointer, self._writer = evaluators, checkpointer, writer
@@ -138,13 +134,27 @@ class Loop:
         self._make_progress = progress or functools.partial(Progress, enabled=distributed.is_writer())
         self._stop = stop
         self._recorder = recorder or Recorder()
-        self._sums = MetricSums(trainer.model)
-        self._clock = _Stopwatch()
+        self._evaluated = evaluated
+        self._bad_numbers = bad_numbers or BadNumbers()
+        self._watch = Watch(self._bad_numbers, watched)
+        self._sums = MetricSums(trainer.model, unlogged)
+        self._clock = _Stopwatch((unlogged or {}).get("seconds", 0.0))
         self._pending: tuple[int, Any] | None = None
         self._latest: dict[str, float] = {}
+        self._failed_saves = 0
         self._flops = flops_per_step(trainer.model, feed.element_spec)
 
     def __call__(self, state: TrainState) -> TrainState:
+        try:
+            with Interrupts(self._stop) as interrupts:
+                self._make_up_for_evaluation(state, interrupts)
+                return self._train(state, interrupts)
+        except Exception as e:
+            if not (isinstance(e, DivergedError) and self._bad_numbers.then == "roll_back"):
+                distributed.failing(e)
+            raise
+
+    def _train(self, state: TrainState, interrupts: Interrupts) -> TrainState:
         step = int(state.step)
         if step >= self._last_step:
             logging.info("already at step %d of %d: nothing to train.", step, self._last_step)
@@ -152,10 +162,10 @@ class Loop:
         sharding = self._trainer.partitioner.data_sharding
         shardings = {name: sharding for name in self._feed.element_spec}
         batches = prefetch(self._feed, step, shardings)
-        self._clock.start()
+        self._clock.resume()
         self._recorder.write(self._writer.put)
         try:
-            with self._make_progress(step, self._last_step) as self._progress, Interrupts(self._stop) as interrupts:
+            with self._make_progress(step, self._last_step) as self._progress:
                 first = step
                 while step < self._last_step:
                     # A stream may fill its buffers before the first batch.
@@ -179,24 +189,24 @@ class Loop:
                     status.at_step(step)
                     self._pending = (step, metrics)
                     stopping = interrupts.stop_here()
-                    self._after_step(step, state, stopping)
+                    self._after_step(step, state, stopping, interrupts)
                     if stopping or interrupts.stop_here():  # the signal may have come during an evaluation
                         self._save(step, state, last=True)
-                        self._wait_for_checkpoint()
+                        self._wait_for_checkpoint(step, state)
                         raise KeyboardInterrupt(self._farewell(step))
                 distributed.doing("finishing", patient=True)
-        except Exception as e:
-            distributed.failing(e)
-            raise
         finally:
             batches.close()
-        self._wait_for_checkpoint()
+        self._wait_for_checkpoint(step, state)
         self._recorder.done()
         return state
 
-    def _wait_for_checkpoint(self) -> None:
+    def _wait_for_checkpoint(self, step: int, state: TrainState) -> None:
+        """Until the last step is stored: a write that has failed is tried again, and ends the run if it still fails."""
         with self._recorder.phase("save"):
-            self._checkpointer.wait()
+            while not self._checkpointer.settle():
+                self._checkpointer.wait_to_retry()
+                self._save(step, state, last=True)
 
     def _farewell(self, step: int) -> str:
         if not self._checkpointer.is_due(step, last=True):
@@ -225,12 +235,13 @@ class Loop:
 
     # --- after a step -------------------------------------------------------------------------------------------------
 
-    def _after_step(self, step: int, state: TrainState, stopping: bool) -> None:
-        self._checkpointer.raise_errors()
+    def _after_step(self, step: int, state: TrainState, stopping: bool, interrupts: Interrupts) -> None:
+        self._checkpointer.poll()
+        self._note_failed_saves(step)
         self._writer.raise_errors()
         self._profiler.raise_errors()
         last = stopping or step == self._last_step
-        evaluate = self._evaluators and not stopping and (step % self._eval_period == 0 or last)
+        evaluate = not stopping and self._is_evaluated(step)
         if not (last or evaluate or self._checkpointer.is_due(step, last)):
             return
         self._read_pending()  # also sees that the loss is finite before anything is saved
@@ -238,11 +249,10 @@ class Loop:
             with self._recorder.phase("save"):
                 self._save(step, state, last)
             if evaluate:
-                with self._recorder.phase("evaluate"):
-                    self._evaluate(step, state.params)
+                self._evaluate(step, state.params, interrupts)
 
     def _save(self, step: int, state: TrainState, last: bool) -> None:
-        """Saves if it is due. Parameters that are not finite are neither saved nor a run's result.
+        """Saves if it is due. A state that is not finite is neither saved nor a run's result.
 
         The loss of a step is that before its update, so it does not tell.
         """
@@ -250,14 +260,25 @@ class Loop:
         if not is_due and step < self._last_step:
             return
         distributed.doing(f"saving checkpoint_{step}", patient=True)
-        if not _all_finite(state.params):
-            message = f"the parameters after step {step} are not finite: {self._advice()}"
-            raise DivergedError(message, step, "the parameters are not finite")
+        of_params, of_optimizer = _finite(state.params, state.opt_state)
+        for finite, what in ((of_params, "the parameters"), (of_optimizer, "the values of the optimizer's state")):
+            if not finite:
+                message = f"{what} after step {step} are not finite: {self._advice()}"
+                raise DivergedError(message, step, f"{what} are not finite")
         if is_due:
             self._writer.flush_lines()  # what a checkpoint has behind it is not written again after a crash
-            run = {**self._run_info, "data": self._feed.position(step)}
+            unlogged = {**self._sums.to_keep(), "seconds": self._clock.seconds()}
+            watched = self._watch.to_keep()
+            run = {**self._run_info, "data": self._feed.position(step), "unlogged": unlogged, "watched": watched}
             self._checkpointer.save(state, run, self._feed if self._feed.has_state else None)
+            self._note_failed_saves(step)
             self._recorder.write(self._writer.put)
+
+    def _note_failed_saves(self, step: int) -> None:
+        """In the metrics at once: how many saves in a row have failed, and 0 when one has not."""
+        if self._checkpointer.failures != self._failed_saves:
+            self._failed_saves = self._checkpointer.failures
+            self._writer.write("train", step, {"failed_saves": self._failed_saves})
 
     def _advice(self) -> str:
         newest = self._checkpointer.latest_step()
@@ -267,15 +288,46 @@ class Loop:
             "low-precision dtype."
         )
 
-    def _evaluate(self, step: int, params: Any) -> None:
+    def _is_evaluated(self, step: int) -> bool:
+        return bool(self._evaluators) and (step % self._eval_period == 0 or step == self._last_step)
+
+    def _make_up_for_evaluation(self, state: TrainState, interrupts: Interrupts) -> None:
+        """Evaluates the state that a resumed run starts with, if that was due and has not come to its end."""
+        step = int(state.step)
+        if self._evaluated is None or not self._is_evaluated(step):
+            return
+        if {folder for evaluator in self._evaluators for folder in evaluator.folders} <= set(self._evaluated):
+            return
+        logging.info("the evaluation of step %d is missing: it is made up for", step)
+        self._evaluate(step, state.params, interrupts, leave_out=self._evaluated)
+        if interrupts.stop_here():
+            raise KeyboardInterrupt(self._farewell(step))
+
+    def _evaluate(self, step: int, params: Any, interrupts: Interrupts, leave_out: Collection[str] = ()) -> None:
+        """Writes the metrics of all folders but `leave_out`. Asked to stop it returns at once, to be made up for later."""
+
+        def between_batches() -> None:
+            distributed.doing(f"evaluating step {step}", patient=True)  # each batch is progress
+            if interrupts.stop_here():
+                raise _AskedToStopError
+
+        results: dict[str, Mapping[str, float]] = {}
         distributed.doing(f"evaluating step {step}", patient=True)
-        for evaluator in self._evaluators:
-            for folder, metrics in evaluator.evaluate(step, params).items():
-                self._writer.write(folder, step, metrics)
-                if loss_metric(self._trainer.model) in metrics:
-                    self._latest["valid"] = metrics[loss_metric(self._trainer.model)]
-                shown = ", ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items())[:4])
-                logging.info("step %d, %s: %s", step, folder, shown)
+        with self._recorder.phase("evaluate"), contextlib.suppress(_AskedToStopError):
+            for evaluator in self._evaluators:
+                if not leave_out or not set(evaluator.folders) <= set(leave_out):
+                    metrics = evaluator.evaluate(step, params, between_batches)
+                    results |= {k: v for k, v in metrics.items() if k not in leave_out}
+                    self._write_evaluation(step, {k: v for k, v in metrics.items() if k not in leave_out})
+            self._checkpointer.evaluated(step, results)
+
+    def _write_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        for folder, metrics in results.items():
+            self._writer.write(folder, step, metrics)
+            if loss_metric(self._trainer.model) in metrics:
+                self._latest["valid"] = metrics[loss_metric(self._trainer.model)]
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items())[:4])
+            logging.info("step %d, %s: %s", step, folder, shown)
 
     def _read_pending(self) -> None:
         """Reads the metrics of the last step but one; on its log step writes them."""
@@ -283,13 +335,23 @@ class Loop:
             return
         step, metrics = self._pending
         self._pending = None
-        objective, sums, scalars, measured = jax.device_get(
-            (metrics["objective"], metrics["sums"], metrics["scalars"], metrics.get("measured", {}))
+        objective, sums, scalars, measured, skipped = jax.device_get(
+            (
+                metrics["objective"],
+                metrics["sums"],
+                metrics["scalars"],
+                metrics.get("measured", {}),
+                metrics.get("skipped", False),
+            )
         )
-        if not math.isfinite(objective):
-            message = f"the loss of step {step} is {objective}: {self._advice()}"
-            raise DivergedError(message, step, f"the loss is {objective}")
-        self._sums.add(sums, objective)
+        if finding := self._watch.look(step, float(objective), bool(skipped)):
+            words = finding.words.replace("the loss", f"the loss of step {step}", 1)
+            raise DivergedError(f"{words}: {self._advice()}", step, finding.words, finding.first_step)
+        if skipped:
+            logging.warning("the update of step %d is not finite (loss %s): it is left out", step, objective)
+            self._sums.add_skipped()
+        else:
+            self._sums.add(sums, objective)
         model = self._trainer.model
         self._latest["loss"] = summarize(model, sums, objective)[loss_metric(model)]
         self._latest |= shown(measured)
@@ -313,33 +375,37 @@ class Loop:
         self._sums = MetricSums(self._trainer.model)
 
     def _skipped(self) -> dict[str, float]:
-        """Examples with non-finite loss or gradient since the last log line, where examples are looked at."""
-        name = "non_finite_examples"
-        return {f"per_example/{name}": self._sums.totals[name]} if name in self._sums.totals else {}
+        """What was left out since the last log line: examples, where these are looked at, and updates."""
+        names = {"non_finite_examples": "per_example/non_finite_examples", "non_finite_updates": "non_finite_updates"}
+        return {shown: self._sums.totals[name] for name, shown in names.items() if name in self._sums.totals}
 
 
 class _Stopwatch:
-    """Time spent training: evaluation and saving do not count."""
+    """Time spent training: evaluation and saving do not count. It is stopped at first.
 
-    def __init__(self) -> None:
-        self.start()
+    Args:
+      seconds: that it starts with.
+    """
 
-    def start(self) -> None:
-        self._begun = time.monotonic()
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._counted, self._since = seconds, math.inf  # those before `_since`; inf: it is stopped
+
+    def resume(self) -> None:
+        self._since = time.monotonic()
 
     def seconds(self) -> float:
-        return time.monotonic() - self._begun
+        return self._counted + max(0.0, time.monotonic() - self._since)
 
     def lap(self) -> float:
         seconds = self.seconds()
-        self.start()
+        self._counted, self._since = 0.0, max(self._since, time.monotonic())
         return seconds
 
     def paused(self) -> _Stopwatch:
         return self
 
     def __enter__(self) -> None:
-        self._paused_at = time.monotonic()
+        self._counted, self._since = self.seconds(), math.inf
 
     def __exit__(self, *exc: object) -> None:
-        self._begun += time.monotonic() - self._paused_at
+        self.resume()

@@ -13,10 +13,11 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from absl import logging
 from etils import epath
 
 from perex_t5x import files
@@ -82,6 +83,21 @@ class MetricsWriter:
             return step
         try:
             return retried(lambda: forget_after(self._model_dir, step), f"rewriting the metrics in {self._model_dir}")
+        except Exception as e:
+            raise self._explained(e) from e
+
+    def names_at(self, step: int) -> list[str]:
+        """The folders' names in the stored lines of a step."""
+        return sorted({str(row.get("name")) for row in self._read() if row["step"] == step})
+
+    def rows_of(self, names: Collection[str]) -> list[tuple[str, int, dict[str, Any]]]:
+        """(name, step, values) of the stored lines under these folders' names."""
+        rows = [row for row in self._read() if row.get("name") in names]
+        return [(row["name"], row["step"], {k: v for k, v in row.items() if k not in ("name", "step")}) for row in rows]
+
+    def _read(self) -> list[dict[str, Any]]:
+        try:
+            return retried(lambda: read_rows(self._model_dir), f"reading the metrics in {self._model_dir}")
         except Exception as e:
             raise self._explained(e) from e
 
@@ -266,17 +282,22 @@ def stored_files(model_dir: str | os.PathLike[str]) -> list[epath.Path]:
     folder = epath.Path(model_dir)
     whole, parts = folder / FILE, folder / PARTS
     names = sorted(p.name for p in parts.iterdir() if _PART.fullmatch(p.name)) if parts.is_dir() else []
-    return [*([whole] if whole.exists() else []), *(parts / name for name in names)]
+    return [*([whole] if whole.is_file() else []), *(parts / name for name in names)]
 
 
 def forget_after(model_dir: str | os.PathLike[str], step: int) -> int:
-    """Drops the lines of steps after `step`; returns the last step that had a line, or `step` if that is later."""
+    """Drops the lines of steps after `step`, and those that cannot be read; returns the last step that had a line, or `step`
+    if that is later."""
+    if not files.is_remote(model_dir):
+        files.clear_way(os.path.join(model_dir, FILE))
     paths, last = stored_files(model_dir), float(step)
     for i, path in enumerate(paths):
         first = _first_step(path)
         if i + 1 < len(paths) and path.name != FILE and (_first_step(paths[i + 1]) or 0) <= step:
             continue  # steps do not decrease from part to part, so all of these are kept
         lines = _read(path).splitlines(keepends=True)
+        if strange := sum(_row(line) is None for line in lines[:-1]):  # the last one may be half-written
+            logging.warning("%s: %d lines are none of ours, and are dropped", path, strange)
         last = max([last, *(number for line in lines if math.isfinite(number := _step_of(line)))])
         if first is not None and first > step:
             path.unlink()
@@ -299,11 +320,18 @@ def _read(path: epath.Path) -> str:
 def _row(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+        is_row = isinstance(row, dict) and isinstance(row.get("name", ""), str) and not isinstance(row["step"], bool)
+        return row if is_row and math.isfinite(row["step"]) else None
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+    ):  # also in files that something else has written
         return None
-    return row if isinstance(row, dict) and "step" in row else None
 
 
 def _step_of(line: str) -> float:
     row = _row(line)
-    return math.inf if row is None or not isinstance(row["step"], int | float) else row["step"]
+    return math.inf if row is None else row["step"]

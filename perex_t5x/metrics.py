@@ -27,25 +27,38 @@ __all__ = [
 ]
 
 
+_COUNTS = ("non_finite_examples", "non_finite_updates")  # which are not averaged
+
+
 class MetricSums:
     """Adds up the sums of several steps on the host, in float64.
 
     Args:
       model: its metrics where it is one that `perex_t5x.models.protocol.SummarizesMetrics`; else each sum is divided by
         that of 'examples'.
+      kept: `to_keep()` of sums that are continued here; None: none.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, kept: Mapping[str, Any] | None = None) -> None:
         self._model = model
-        self.totals: dict[str, float] = {}
-        self.steps = 0
-        self.objective = 0.0
+        kept = kept or {}
+        self.totals: dict[str, float] = dict(kept.get("totals", {}))
+        self.steps = int(kept.get("steps", 0))
+        self.objective = float(kept.get("objective", 0.0))
+
+    def to_keep(self) -> dict[str, Any]:
+        """The sums as JSON can hold them, exactly."""
+        return {"totals": dict(self.totals), "steps": self.steps, "objective": self.objective}
 
     def add(self, sums: Mapping[str, Any], objective: float) -> None:
         for name, value in sums.items():
             self.totals[name] = self.totals.get(name, 0.0) + float(value)
         self.objective += float(objective)
         self.steps += 1
+
+    def add_skipped(self) -> None:
+        """A step whose update was left out: it is counted, and its loss is not averaged."""
+        self.totals["non_finite_updates"] = self.totals.get("non_finite_updates", 0.0) + 1.0
 
     def summary(self) -> dict[str, float]:
         """Metrics by name. `loss` is the objective that was optimised, averaged over steps."""
@@ -56,7 +69,10 @@ class MetricSums:
     def timing(self, seconds: float, devices: int) -> dict[str, float]:
         rate = 1.0 / max(seconds, 1e-9)
         examples = self.totals.get("examples", 0.0)
-        speeds = {"seqs": examples, **{name: self.totals[key] for name, key in throughput(self._model).items()}}
+        speeds = {
+            "seqs": examples,
+            **{name: self.totals.get(key, 0.0) for name, key in throughput(self._model).items()},
+        }
         timing = {"timing/seconds": seconds, "timing/seqs": examples, "timing/steps_per_second": self.steps * rate}
         for name, total in speeds.items():
             timing[f"timing/{name}_per_second"] = total * rate
@@ -78,7 +94,7 @@ def summarize(model: Any, sums: Mapping[str, float], objective: float) -> dict[s
     if hasattr(model, "summarize_metrics"):
         return model.summarize_metrics(sums, objective)
     examples = sums.get("examples", 0.0)
-    kept = {name: value for name, value in sums.items() if name not in ("examples", "loss", "non_finite_examples")}
+    kept = {name: value for name, value in sums.items() if name not in ("examples", "loss", *_COUNTS)}
     return {"loss": objective} | {name: value / examples if examples else 0.0 for name, value in kept.items()}
 
 

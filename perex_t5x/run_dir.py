@@ -17,19 +17,89 @@ from etils import epath
 from flax import linen as nn
 from jax.tree_util import keystr
 
-from perex_t5x import buckets, distributed, files
+from perex_t5x import buckets, distributed, files, lease
 from perex_t5x.cli import status
-from perex_t5x.errors import ConfigError, UnreachableError, is_denied
+from perex_t5x.errors import ConfigError, InUseError, TrainingError, UnreachableError, is_denied
 
+LOCK = ".writer"
 _PROBE = ".seen_by_all_"
 _SECONDS = 60.0  # a network file system may take this long to show another host's new file
 
 
-def prepare(folder: str, checkpoint_bytes: int = 0, dry_run: bool = False, *, binding: str = "MODEL_DIR") -> None:
+class WriterLock:
+    """One run at a time writes to a folder. Process 0 holds the lock for all processes of the run."""
+
+    def __init__(self, folder: str):
+        self._folder = folder
+        self._lease: lease.Lease | None = None
+        self._handle: int | None = None  # of the folder on a file system; open, so that no other one gets its number
+
+    def acquire(self) -> None:
+        """Raises `InUseError` if another run writes to the folder; waits for one that may be gone, on another machine."""
+        writer = lease.Lease(os.path.join(self._folder, LOCK))
+        try:
+            writer.acquire(patient=True)
+        except lease.HeldError as e:
+            raise self._in_use(str(e.holder)) from None
+        except OSError as e:
+            raise ConfigError(
+                f"MODEL_DIR = {self._folder!r}: {LOCK} in it, which says who writes there, cannot be used: "
+                f"{e.strerror or e}. Remove it if no run does, or choose another folder."
+            ) from e
+        self._lease = writer
+        if not files.is_remote(self._folder):
+            self._handle = os.open(self._folder, os.O_RDONLY)
+
+    def release(self) -> None:
+        """May be called twice."""
+        held, self._lease = self._lease, None
+        if held is not None:
+            held.release()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+    def raise_if_lost(self) -> None:
+        """Raises `InUseError` if another run has taken over, since this one stood still for minutes.
+
+        Raises `TrainingError` if the folder is gone: what the run wrote into another one would be all that is there.
+        """
+        if self._lease is not None and self._lease.is_lost:
+            raise self._in_use("unknown, which has taken over from this one, as it had stood still")
+        if self._handle is not None and not self._is_same_folder(self._handle):
+            raise TrainingError(
+                f"MODEL_DIR = {self._folder!r} was removed or replaced while the run wrote there, and with it what the run "
+                "had written. Put it back if you can; the same command resumes from what it finds there."
+            )
+
+    def _is_same_folder(self, handle: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(handle), os.stat(self._folder))
+        except FileNotFoundError:
+            return False
+
+    def _in_use(self, who: str) -> InUseError:
+        return InUseError(
+            f"MODEL_DIR = {self._folder!r}: another run writes there (process {who}). Wait for its end, stop it, or choose "
+            "another folder with --gin.MODEL_DIR=..."
+        )
+
+
+def prepare(
+    folder: str,
+    checkpoint_bytes: int = 0,
+    dry_run: bool = False,
+    *,
+    binding: str = "MODEL_DIR",
+    lock: WriterLock | None = None,
+) -> None:
     """Makes the folder, first in process 0; raises `ConfigError` if it cannot be used.
 
     It has to be writable, with room for one checkpoint, and the same folder for all processes. A dry run leaves no folder
     behind that was not there. In a bucket (gs://...) the process must be able to make, read, list and delete objects.
+
+    Args:
+      lock: acquired before anything in the folder is changed; None: the files are nobody else's.
     """
     if not distributed.is_writer():
         buckets.check(folder, binding, writes=False)
@@ -37,6 +107,8 @@ def prepare(folder: str, checkpoint_bytes: int = 0, dry_run: bool = False, *, bi
         _make_writable(folder, checkpoint_bytes, dry_run, binding)
     if dry_run:
         return
+    if lock is not None and distributed.is_writer():
+        lock.acquire()
     status.in_folder(folder)
     if distributed.group() is None:
         return
@@ -134,6 +206,7 @@ def write_model_info(model_dir: str, boxed_params: Any, shardings: Any, further:
         value = getattr(leaf, "value", leaf)
         name, size = keystr(path, simple=True, separator="/"), math.prod(value.shape)
         lines.append(f"{name:<64} {size:>14,}  {tuple(value.shape)!s:<24} {tuple(names)!s:<28} {sharding.spec}")
+    files.clear_way(os.path.join(model_dir, "model-info.txt"))
     (epath.Path(model_dir) / "model-info.txt").write_text("\n".join([*lines, "", *filter(None, further), ""]))
 
 

@@ -21,21 +21,35 @@ import dataclasses
 import os
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 from absl import logging
 
-from perex_t5x import checkpoints, distributed, evaluation, gin_utils, loop, profiling, run_dir
+from perex_t5x import (
+    checkpoint_files,
+    checkpoints,
+    distributed,
+    evaluation,
+    gin_utils,
+    loop,
+    profiling,
+    run_dir,
+    saving,
+)
+from perex_t5x.arguments import Interval, PositiveInt, Seed, hints
+from perex_t5x.arguments import check as check_arguments
+from perex_t5x.bad_numbers import BadNumbers, SkippingFeed, to_leave_out
 from perex_t5x.cli import status
 from perex_t5x.data import lookup, streaming
 from perex_t5x.data.feed import Feed, batch_spec, make_feed
-from perex_t5x.errors import ConfigError
+from perex_t5x.errors import ConfigError, DivergedError
 from perex_t5x.goodput import Recorder, process_begun
 from perex_t5x.hardware.compiler_options import describe_options
-from perex_t5x.metrics import MetricsWriter
+from perex_t5x.metrics import MetricsWriter, loss_metric
 from perex_t5x.models import protocol
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.trainer import Trainer, TrainState
@@ -52,16 +66,17 @@ def train(
     partitioner: PjitPartitioner,
     trainer_cls: Callable[..., Trainer],
     model_dir: str,
-    total_steps: int,
-    eval_steps: int | None = 20,
-    eval_period: int = 1000,
-    stats_period: int | None = None,
-    relative_steps: int | None = None,
-    random_seed: int | None = None,
+    total_steps: PositiveInt,
+    eval_steps: Annotated[int, Interval("[-1, ∞)")] | None = 20,
+    eval_period: PositiveInt = 1000,
+    stats_period: PositiveInt | None = None,
+    relative_steps: PositiveInt | None = None,
+    random_seed: Seed | None = None,
     use_hardware_rng: bool = False,
     summarize_config_fn: Callable[..., None] = gin_utils.summarize_gin_config,
     inference_evaluator_cls: Callable[..., Any] | None = None,
-    profile_steps: tuple[int, int] | None = None,
+    bad_numbers: BadNumbers | None = None,
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None,
     dump_hlo: bool = False,
     dry_run: bool = False,
 ) -> tuple[int, TrainState]:
@@ -86,11 +101,14 @@ def train(
       use_hardware_rng: of T5X. Masks here belong to examples, which a hardware generator cannot give: ignored.
       summarize_config_fn: writes `config.gin`.
       inference_evaluator_cls: `@seqio.Evaluator`, with its loggers bound.
+      bad_numbers: what is done about losses and updates that are not finite; None: the first one stops the run.
       profile_steps: (first, last) steps to write a profiler trace of.
       dump_hlo: write the step as the compiler gets it and as it comes out of it, as text.
       dry_run: stop after all checks, before the first compile.
     """
-    training = Training(dict(locals()))  # the first statement: nothing but the arguments is local yet
+    arguments = dict(locals())  # the first statement: nothing but the arguments is local yet
+    with gin_utils.building():
+        training = Training(arguments)
     if dry_run:
         if distributed.is_writer():
             print(
@@ -98,11 +116,19 @@ def train(
                 f"{training.source or 'scratch'}. Nothing was compiled."
             )
         return 0, training.setup.shapes
-    training.describe()
-    with ThreadPoolExecutor(1) as compiler:
+    with training, _background_compiler() as compiler:
+        training.describe()
         # The step compiles in the background while examples are read and parameters are made.
         programs = training.compile(compiler)
-        return training.run(programs, training.make_feed())
+        rollbacks = 0
+        while True:
+            feed = training.make_feed()
+            try:
+                return training.run(programs, feed)
+            except DivergedError as e:
+                rollbacks += 1
+                left_out = training.batches_to_leave_out(e, feed, rollbacks)
+            training = Training(arguments, training.setup, left_out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,29 +175,55 @@ class Programs:
 class Training:
     """One run of `train`: the constructor checks, `compile` compiles, `run` trains.
 
-    All but `run` reads the configuration that Gin holds; `run` does not.
+    All but `run` reads the configuration that Gin holds; `run` does not. From its constructor to the end of `run`, or of a
+    `with` block, no other run can write to the folder.
 
     Args:
       arguments: those of `train`, by name.
       setup: of a run that is already checked, and differs from this one in learning rate and seed only; None: made here.
+      left_out: numbers of batches, besides those that the checkpoint has left out; of a run that was rolled back.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], setup: Setup | None = None):
+    def __init__(self, arguments: Mapping[str, Any], setup: Setup | None = None, left_out: Sequence[int] = ()):
         self._begun = time.monotonic()
-        self._recorder = Recorder(process_begun() if status.is_single_run() else None)
+        self._left_out = left_out
+        # A run that was rolled back is an attempt of its own.
+        self._recorder = Recorder(process_begun() if status.is_single_run() and not left_out else None)
         args = self._args = types.SimpleNamespace(**arguments)
-        if not isinstance(args.model_dir, str) or not args.model_dir:
-            raise ConfigError(
-                f"MODEL_DIR = {args.model_dir!r}: give a path, as a string: --gin.MODEL_DIR=\"'runs/first'\"."
-            )
+        check_arguments("train", hints(train), arguments)
+        if not args.model_dir:
+            raise ConfigError("MODEL_DIR = '': give a path, as a string: --gin.MODEL_DIR=\"'runs/first'\".")
         self.model_dir = os.path.expanduser(args.model_dir)
-        _check(args)
+        if args.use_hardware_rng:
+            logging.warning("train.use_hardware_rng is ignored: dropout masks are drawn per example.")
+        self._bad_numbers = args.bad_numbers or BadNumbers()
         self.trainer: Trainer = args.trainer_cls(model=args.model, partitioner=args.partitioner)
+        self.trainer.skip_non_finite_updates = self._bad_numbers.most_skipped > 0
         self.setup = self._checked_setup() if setup is None else setup
-        run_dir.prepare(self.model_dir, run_dir.tree_bytes(self.setup.shapes), args.dry_run)
+        self._lock = run_dir.WriterLock(self.model_dir)
+        weakref.finalize(self, self._lock.release)  # of one that nobody runs
+        try:
+            run_dir.prepare(self.model_dir, run_dir.tree_bytes(self.setup.shapes), args.dry_run, lock=self._lock)
+            self._find_start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets other runs write to the folder. May be called twice."""
+        self._lock.release()
+
+    def _find_start(self) -> None:
+        args = self._args
         # One process looks: another might see a checkpoint more, or less.
         self.source: str | None = distributed.from_process_0(
-            "where to start", lambda: _where_to_start(self.model_dir, args.checkpoint_cfg)
+            "where to start", lambda: _where_to_start(self.model_dir, args.checkpoint_cfg, args.dry_run)
         )
         own = self.source is not None and os.path.dirname(self.source) == checkpoints.absolute(self.model_dir)
         self._is_resumed = own
@@ -203,11 +255,18 @@ class Training:
         lookup.check_vocabulary(config.mixture_or_task_name, model)
         if args.train_eval_dataset_cfg is not None:
             evaluation.check(trainer.partitioner, model, args.train_eval_dataset_cfg, args.eval_steps)
+        save = args.checkpoint_cfg.save
+        if save is not None and save.keep_best and args.train_eval_dataset_cfg is args.infer_eval_dataset_cfg is None:
+            raise ConfigError(
+                f"SaveCheckpointConfig.keep_best = {save.keep_best} needs an evaluation: set train.train_eval_dataset_cfg, "
+                "or keep_best = None."
+            )
         if args.infer_eval_dataset_cfg is not None:
             lookup.check_evaluation(args.infer_eval_dataset_cfg, converter, "infer_eval/utils.DatasetConfig")
         with trainer.partitioner.manual():
             computation = protocol.describe_computation(model, spec)
         setup = Setup(trainer, spec, *trainer.abstract_state({k: v.shape for k, v in spec.items()}), computation)
+        trainer.check_functions(setup.shapes.params)
         logging.info("%s; %s", setup.summary, setup.computation)
         return setup
 
@@ -275,15 +334,33 @@ class Training:
         """The training batches, at the position at which the run starts."""
         converter = protocol.feature_converter_cls(self.trainer.model)
         feed = make_feed(self._args.train_dataset_cfg, converter, saved_position=self._saved_run.get("data"))
+        position = self._saved_run.get("data", {})
+        if left_out := [*position.get("skipped", ()), *self._left_out]:
+            feed = SkippingFeed(feed, left_out, position.get("step", 0))
         logging.info("%s", feed.description)
         if self._is_resumed:
             feed.restore(checkpoints.data_dir(self.source))
         return feed
 
+    def batches_to_leave_out(self, error: DivergedError, feed: Feed, rollbacks: int) -> list[int]:
+        """Those of the steps that are to blame, where the run is rolled back to its newest checkpoint; or raises `error`."""
+        rules = self._bad_numbers
+        newest = distributed.from_process_0("newest checkpoint", lambda: checkpoints.newest(self.model_dir))
+        if rules.then == "stop" or rollbacks > rules.rollbacks or newest is None:
+            raise error
+        logging.warning("%s. Rolled back to %s, %d of %d times.", error.finding, newest, rollbacks, rules.rollbacks)
+        return to_leave_out(feed, error.first_step, error.step, checkpoints.step_of(newest))
+
     def run(
         self, programs: Programs, feed: Feed, *, saves_in_background: bool = True, **options: Any
     ) -> tuple[int, TrainState]:
         """Trains to `last_step`; returns (last step, state). `options` of `loop.Loop`: learning_rates, progress, stop."""
+        with self:
+            return self._run(programs, feed, saves_in_background, options)
+
+    def _run(
+        self, programs: Programs, feed: Feed, saves_in_background: bool, options: Mapping[str, Any]
+    ) -> tuple[int, TrainState]:
         args, setup, saved = self._args, self.setup, self._saved_run
         init_begun = time.monotonic()
         seed = saved.get("random_seed", args.random_seed)
@@ -304,13 +381,14 @@ class Training:
             "timing/init_or_restore_seconds": init_seconds,
             "timing/start_seconds": time.monotonic() - self._begun,
         }
-        writer.write("train", first_step, timing)
+        left_out = {"batches_left_out": len(feed.skipped)} if isinstance(feed, SkippingFeed) else {}
+        writer.write("train", first_step, {**timing, **left_out})
         run = loop.Loop(
             trainer=setup.trainer,
             step_fn=step_fn,
             feed=feed,
             evaluators=programs.evaluators,
-            checkpointer=checkpoints.Checkpointer(self.model_dir, args.checkpoint_cfg.save, saves_in_background),
+            checkpointer=self._make_checkpointer(writer, programs.evaluators, saves_in_background),
             writer=writer,
             last_step=self.last_step,
             eval_period=args.eval_period,
@@ -320,6 +398,10 @@ class Training:
             model_dir=self.model_dir,
             monitor_fn=monitor_fn,
             recorder=self._recorder,
+            unlogged=saved.get("unlogged"),
+            bad_numbers=self._bad_numbers,
+            watched=saved.get("watched"),
+            evaluated=self._evaluated(writer, first_step),
             **options,
         )
         try:
@@ -330,6 +412,29 @@ class Training:
             raise
         run.close()
         return int(state.step), state
+
+    def _make_checkpointer(
+        self, writer: MetricsWriter, evaluators: Sequence[loop.Evaluator], in_background: bool
+    ) -> saving.Checkpointer:
+        config = self._args.checkpoint_cfg.save
+        evaluations = []
+        if config is not None and config.keep_best and self._is_resumed:
+            names = {folder for evaluator in evaluators for folder in evaluator.folders}
+            evaluations = distributed.from_process_0("evaluations so far", lambda: writer.rows_of(names))
+        return saving.Checkpointer(
+            self.model_dir,
+            config,
+            in_background,
+            self._lock.raise_if_lost,
+            best_metric=(config and config.keep_best_metric) or loss_metric(self.trainer.model),
+            evaluations=evaluations,
+        )
+
+    def _evaluated(self, writer: MetricsWriter, step: int) -> list[str] | None:
+        """The names of the lines that a resumed run has of the step at which it starts."""
+        if not self._is_resumed:
+            return None
+        return distributed.from_process_0("lines of the first step", lambda: writer.names_at(step))
 
     def _initial_state(self, init: Callable[[jax.Array], TrainState], seed: int) -> TrainState:
         """Restored where there is something to restore; what is missing is initialised."""
@@ -342,6 +447,18 @@ class Training:
         base = init(jax.random.key(seed)) if checkpoints.leaves_missing(shapes, restored) else shapes
         logging.info("starting from %s (step %d)", self.source, restored.step)
         return checkpoints.merge(base, restored)
+
+
+@contextlib.contextmanager
+def _background_compiler() -> Iterator[Executor]:
+    """One thread. After an error or a signal what it compiles is not waited for: that may take longer than there is time."""
+    compiler = ThreadPoolExecutor(1)
+    try:
+        yield compiler
+    except BaseException:
+        compiler.shutdown(wait=False, cancel_futures=True)
+        raise
+    compiler.shutdown()
 
 
 @contextlib.contextmanager
@@ -359,21 +476,12 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     return function(), time.monotonic() - begun
 
 
-def _check(args: types.SimpleNamespace) -> None:
-    for name in ("total_steps", "relative_steps", "eval_period", "stats_period"):
-        value = getattr(args, name)
-        if value is None and name in ("relative_steps", "stats_period"):
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            macro = " (macro TRAIN_STEPS)" if name == "total_steps" else ""
-            raise ConfigError(f"train.{name} = {value!r}{macro}: must be a positive whole number.")
-    if args.use_hardware_rng:
-        logging.warning("train.use_hardware_rng is ignored: dropout masks are drawn per example.")
-
-
-def _where_to_start(model_dir: str, config: CheckpointConfig) -> str | None:
-    """The checkpoint to read: the newest in the run's folder, else the one to start from, else None."""
-    own = checkpoints.newest(model_dir)
+def _where_to_start(model_dir: str, config: CheckpointConfig, dry_run: bool) -> str | None:
+    """The checkpoint to read: the newest valid one in the run's folder, else the one to start from, else None."""
+    own = checkpoint_files.newest_valid(model_dir, dry_run=dry_run)
     if own is not None or config.restore is None or not config.restore.path:
         return own
-    return checkpoints.checkpoint_paths(config.restore.path, config.restore.mode)[-1]
+    path = checkpoints.checkpoint_paths(config.restore.path, config.restore.mode)[-1]
+    if refusal := checkpoint_files.refusal(path):
+        raise checkpoint_files.DamagedError(f"RestoreCheckpointConfig.path = {config.restore.path!r}: {refusal}")
+    return path

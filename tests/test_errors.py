@@ -34,6 +34,7 @@ def test_every_error_class_carries_its_reason():
         "DivergedError": Reason.DIVERGED,
         "UnreachableError": Reason.UNREACHABLE,
         "PeerLostError": Reason.PEER_LOST,
+        "InUseError": Reason.BUSY,
         "NoSpaceError": Reason.NO_SPACE,
         "DeniedError": Reason.CONFIGURATION,
     }

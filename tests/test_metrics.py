@@ -89,6 +89,28 @@ def test_writer_lines_and_forgetting(tmp_path):
     assert any("tfevents" in p.name for p in (tmp_path / "train").iterdir())
 
 
+ODD = ["5", "[]", "{}", '{"step": true}', '{"step": "x"}', '{"step": NaN}', '{"step": 1e999}', f'{{"step": 1{"0" * 400}}}',
+       '{"step": 1, "name": 2}', "[" * 100_000, "\x00\x01", "\u2028", "9" * 5000]  # fmt: skip
+
+
+def test_lines_that_are_none_of_ours_are_dropped(tmp_path, caplog):
+    good = '{"step": 1, "name": "train", "loss": 2.5}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\n" + "\n".join([good, *ODD, good]).encode())
+    assert [row["loss"] for row in read_rows(tmp_path)] == [2.5, 2.5]
+    assert metric_files.forget_after(tmp_path, 1) == 1
+    assert (tmp_path / "metrics.jsonl").read_text() == good * 2 and "are none of ours" in caplog.text
+
+
+def test_a_folder_in_the_place_of_the_metrics(tmp_path):
+    (tmp_path / "metrics.jsonl" / "x").mkdir(parents=True)
+    assert read_rows(tmp_path) == [] and metric_files.newest_text(tmp_path) == ""
+    writer = MetricsWriter(str(tmp_path))
+    assert writer.forget_after(3) == 3
+    writer.write("train", 4, {"loss": 1.0})
+    writer.close()
+    assert [row["step"] for row in read_rows(tmp_path)] == [4] and (tmp_path / "metrics.jsonl.damaged" / "x").is_dir()
+
+
 def test_other_processes_write_nothing(tmp_path):
     writer = MetricsWriter(str(tmp_path), enabled=False)
     writer.write("train", 1, {"loss": 1.0})

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from perex_t5x import checkpoints, loop, metric_files
+from perex_t5x import checkpoints, loop, metric_files, saving
 from perex_t5x.cli.progress import Progress
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.goodput import Recorder
@@ -218,6 +218,24 @@ def test_a_half_written_checkpoint_does_not_count(whole_run, tmp_path):
     assert checkpoints.newest(str(model_dir)) == str(model_dir / "checkpoint_8")
 
 
+def test_a_damaged_checkpoint_costs_steps_and_nothing_else(whole_run, tmp_path, caplog):
+    model_dir, state = whole_run
+    damaged = shutil.copytree(model_dir, tmp_path / "run")
+    array = max((damaged / "checkpoint_8").rglob("d/*"), key=os.path.getsize)
+    content = bytearray(array.read_bytes())
+    content[len(content) // 2] ^= 1  # a bit in the middle of the parameters, which nothing below notices
+    array.write_bytes(content)
+    with pytest.raises(ConfigError, match="checkpoint_8 is damaged: .*its content has changed.*checkpoint_4"):
+        finetune(tmp_path / "other", damaged / "checkpoint_8")
+    bindings = (EVERY_STEP, SAVE_AT.format(4), "DROPOUT_RATE = 0.1", "EVAL_PERIOD = 4")
+    caplog.clear()
+    step, again = tiny.train(damaged, "TRAIN_STEPS = 8", *bindings)
+    assert step == 8 and sum("4 steps are lost" in record.getMessage() for record in caplog.records) == 1
+    assert_same_state(state, again)
+    assert tiny.losses(damaged) == tiny.losses(model_dir)
+    assert {"checkpoint_4", "checkpoint_8", "checkpoint_8.damaged"} <= set(os.listdir(damaged))
+
+
 def test_streaming_feed_of_a_run_that_starts_at_a_checkpoint(whole_run, tmp_path):
     model_dir, _ = whole_run
     streaming = ("train/utils.DatasetConfig.feed = 'streaming'", "train_script.train.train_eval_dataset_cfg = None")
@@ -242,7 +260,7 @@ def test_own_checkpoint_of_another_optimizer(whole_run):
 def test_a_signal_during_evaluation_saves_all_the_same(tmp_path, monkeypatch):
     from perex_t5x.evaluation import TrainEvaluator
 
-    def evaluate(self, step, params):
+    def evaluate(self, step, params, between_batches):
         os.kill(os.getpid(), signal.SIGTERM)
         return {}
 
@@ -258,6 +276,23 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
     with pytest.raises(TrainingError, match="parameters after step 1 are not finite.*no checkpoint.*learning"):
         tiny.train(tmp_path, "TRAIN_STEPS = 9", SAVE_AT.format(1), "BASE_LEARNING_RATE = 1e39", *constant)
     assert checkpoints.newest(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("content", ["folder", b"\x00\xff\xfe\n" * 9 + b'5\n{"step": "x"}'])
+def test_files_in_odd_states_are_no_end_of_a_run(whole_run, tmp_path, content):
+    model_dir, state = whole_run
+    odd = shutil.copytree(model_dir, tmp_path / "run")
+    shutil.rmtree(odd / "checkpoint_8")
+    for name in ("config.gin", "metrics.jsonl", "model-info.txt", "status.json"):
+        (odd / name).unlink(missing_ok=True)
+        (odd / name).mkdir() if content == "folder" else (odd / name).write_bytes(content)
+    bindings = (EVERY_STEP, SAVE_AT.format(4), "DROPOUT_RATE = 0.1", "EVAL_PERIOD = 4")
+    step, resumed = tiny.train(odd, "TRAIN_STEPS = 8", *bindings)
+    assert step == 8
+    assert_same_state(state, resumed)
+    assert tiny.losses(odd) == {k: v for k, v in tiny.losses(model_dir).items() if k > 4}
+    assert "TRAIN_STEPS = 8" in (odd / "config.gin").read_text()
+    assert "parameters;" in (odd / "model-info.txt").read_text()
 
 
 def test_non_finite_loss_stops_before_saving(tmp_path):
@@ -313,6 +348,7 @@ def test_failed_write_says_what_is_safe(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoints.ocp.CheckpointManager, "save", fail)
+    monkeypatch.setattr(saving, "_LAST_WAITS", (0.0,))
     with pytest.raises(TrainingError, match="No space left on device.*Earlier checkpoints are complete"):
         tiny.train(tmp_path, "TRAIN_STEPS = 1")
 
@@ -320,7 +356,10 @@ def test_failed_write_says_what_is_safe(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "bindings,message",
     [
-        (["TRAIN_STEPS = 0"], r"train.total_steps = 0 .macro TRAIN_STEPS.: must be a positive whole number"),
+        (
+            ["TRAIN_STEPS = 0"],
+            r"train.total_steps = 0 .*macro TRAIN_STEPS.*: must be a whole number",
+        ),
         (["TRAIN_STEPS = 1", "EVAL_PERIOD = 0"], "train.eval_period = 0"),
         (["TRAIN_STEPS = 1", "BATCH_SIZE = 12"], "DatasetConfig.batch_size = 12 .*8 data shards"),
         (["TRAIN_STEPS = 1", "trainer.Trainer.num_microbatches = 3"], "num_microbatches = 3"),
@@ -341,7 +380,10 @@ def test_failed_write_says_what_is_safe(tmp_path, monkeypatch):
         ),
         (["TRAIN_STEPS = 1", "train_eval/utils.DatasetConfig.split = 'nosuch'"], "'nosuch'.*train, validation"),
         (["TRAIN_STEPS = 1", "EVAL_STEPS = 0"], "train.eval_steps = 0"),
-        (["TRAIN_STEPS = 1", "MODEL_DIR = 2024"], "MODEL_DIR = 2024: give a path"),
+        (
+            ["TRAIN_STEPS = 1", "MODEL_DIR = 2024"],
+            r"train.model_dir = 2024 .*macro MODEL_DIR.*a text is quoted: .'2024'",
+        ),
         (
             ["TRAIN_STEPS = 1", "models.T5Config.vocab_size = 128"],
             "vocabulary of 259, but the model's vocab_size is 128",
@@ -378,13 +420,14 @@ def test_loop_reads_metrics_one_step_late():
     class FakeLoop(loop.Loop):
         def __init__(self):
             self._pending = None
-            self._last_step, self._profiler, self._stop = 3, Profiler("", None), None
+            self._last_step, self._profiler = 3, Profiler("", None)
+            self._stop = self._evaluated = None
             self._monitor_fn = self._learning_rates = None
             self._make_progress = functools.partial(Progress, enabled=False)
             self._trainer = type("T", (), {"partitioner": type("P", (), {"data_sharding": None})})
             self._feed = type("F", (), {"element_spec": {}, "batch": lambda self, step, sharding: {}})()
             self._clock = loop._Stopwatch()
-            self._checkpointer = type("C", (), {"wait": lambda self: None})()
+            self._checkpointer = type("C", (), {"settle": lambda self: True})()
             self._writer, self._recorder = type("W", (), {"put": None}), Recorder()
             self._step_fn = self.dispatch
 
@@ -397,7 +440,7 @@ def test_loop_reads_metrics_one_step_late():
                 events.append(f"read {self._pending[0]}")
                 self._pending = None
 
-        def _after_step(self, step, state, stopping):
+        def _after_step(self, step, state, stopping, interrupts):
             pass
 
     FakeLoop()(type("S", (), {"step": 0})())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gin
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from perex_t5x import gin_utils
 
@@ -41,7 +43,7 @@ def train(model_dir, *bindings: str, files=("models/tiny.gin", "runs/pretrain.gi
     from perex_t5x import train as train_script
 
     configure(f"MODEL_DIR = '{model_dir}'", *bindings, files=files)
-    return gin.get_configurable(train_script.train)()
+    return gin_utils.call(train_script.train)
 
 
 def losses(model_dir) -> dict[int, float]:
@@ -50,6 +52,20 @@ def losses(model_dir) -> dict[int, float]:
 
     rows = [json.loads(line) for line in open(f"{model_dir}/metrics.jsonl", encoding="utf-8")]
     return {row["step"]: row["loss"] for row in rows if row["name"] == "train" and "loss" in row}
+
+
+def overflowing(learning_rate) -> optax.GradientTransformation:
+    """SGD that also keeps something huge: it leaves float32 in the second step, while the parameters stay as they should."""
+    sgd = optax.sgd(learning_rate)
+
+    def init(params):
+        return sgd.init(params), jnp.ones(2), jnp.array(np.inf)
+
+    def update(updates, state, params=None):
+        updates, inner = sgd.update(updates, state[0], params)
+        return updates, (inner, state[1] * 1e30, state[2])
+
+    return optax.GradientTransformation(init, update)
 
 
 def random_batch(batch_size: int, length: int = LENGTH, seed: int = 0) -> dict[str, np.ndarray]:

@@ -130,7 +130,7 @@ def run_gin(function: Callable[..., Any] | str, usage: str | None, argv: Sequenc
 def guarded(function: Callable[[], int | None], messages: tuple[type[Exception], ...] = ()) -> int:
     """The exit code of `function()`. Its errors are printed as messages alone; what is unexpected is raised.
 
-    Either way status.json says how it ended. SIGTERM and SIGHUP interrupt like Ctrl-C.
+    Either way status.json says how it ended, and after a signal which it was. SIGTERM and SIGHUP interrupt like Ctrl-C.
     """
     status.begin()
     with contextlib.suppress(
@@ -150,6 +150,8 @@ def guarded(function: Callable[[], int | None], messages: tuple[type[Exception],
             _stop_together()
             return _failed(e, Reason.INTERRUPTED)
         except Exception as e:
+            if signal_name := status.interruption():  # what a library has made of it
+                return _failed(KeyboardInterrupt(f"stopped by {signal_name}"), Reason.INTERRUPTED)
             if is_full_disk(e):
                 return _failed(e, Reason.NO_SPACE)
             reason = getattr(e, "reason", None)
@@ -193,19 +195,24 @@ def _command_name() -> str:
 
 @contextlib.contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt, once: a second one ends the process as it would without us."""
+    """Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt, once: a second one ends the process as it would without us."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(number: int) -> None:
         signal.signal(number, signal.SIG_DFL)
+        status.interrupted_by(signal.Signals(number).name)
         raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
 
     # What is ignored stays ignored: that is how nohup works.
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    with subprocesses.forwarding(interrupt, numbers):
-        yield
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [n for n in wanted if signal.getsignal(n) is not signal.SIG_IGN]
+    try:
+        with subprocesses.forwarding(interrupt, numbers):
+            yield
+    finally:
+        status.interrupted_by("")  # whoever catches this command's end may start another
 
 
 def _failed(error: BaseException, reason: Reason) -> int:

@@ -42,6 +42,7 @@ class Status:
       time: seconds since 1970.
       process_index, host: which process of the run, and where.
       caused_by: the process of the run because of which this one ends, if it is known.
+      failed_saves: how many checkpoints could not be written, also where later ones were.
     """
 
     reason: Reason
@@ -53,6 +54,7 @@ class Status:
     process_index: int = 0
     host: str = ""
     caused_by: int | None = None
+    failed_saves: int = 0
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
@@ -96,12 +98,14 @@ _step: int | None = None
 _process_index = 0
 _step_file: str | None = None
 _step_written = float("-inf")
+_interruption = ""
+_failed_saves = 0
 
 
 def begin() -> None:
     """At the start of a command. The variable is taken out of the environment: it is not for this process's children."""
-    global _is_run, _folder, _file, _step, _process_index, _step_file
-    _is_run, _folder, _step, _process_index = False, None, None, 0
+    global _is_run, _folder, _file, _step, _process_index, _step_file, _interruption, _failed_saves
+    _is_run, _folder, _step, _process_index, _interruption, _failed_saves = False, None, None, 0, "", 0
     _file = os.environ.pop(VARIABLE, None)
     _step_file = os.environ.pop(STEP_VARIABLE, None)
     if _file is not None:
@@ -118,6 +122,21 @@ def is_run() -> None:
 def is_single_run() -> bool:
     """Whether this process is one run, from its start to its end."""
     return _is_run
+
+
+def interrupted_by(name: str) -> None:
+    """That a signal has asked this command to stop; "": that it has ended."""
+    global _interruption
+    _interruption = name
+
+
+def interruption() -> str:
+    """The signal that has asked this command to stop; "" if none has.
+
+    A KeyboardInterrupt alone is not enough: libraries turn one that is raised in their initialisation into an error of
+    theirs, and one that is raised in a callback from native code is lost.
+    """
+    return _interruption
 
 
 def in_folder(folder: str) -> None:
@@ -147,6 +166,12 @@ def at_step(step: int) -> None:
         _write_step()
 
 
+def save_failed() -> None:
+    """That a checkpoint could not be written."""
+    global _failed_saves
+    _failed_saves += 1
+
+
 def _write_step() -> None:
     global _step_written
     _step_written = time.monotonic()
@@ -166,7 +191,8 @@ def write(
     """Writes how this process ends, wherever that is wanted. Never raises: a status is not worth an error."""
     _write_step()
     step, host = _step if step is None else step, socket.gethostname()
-    status = Status(reason, reason.exit_code, message, finding, step, time.time(), _process_index, host, caused_by)
+    code, index = reason.exit_code, _process_index
+    status = Status(reason, code, message, finding, step, time.time(), index, host, caused_by, _failed_saves)
     if _file is not None:
         with contextlib.suppress(Exception):
             files.write_atomically(_file, status.to_json() + "\n")

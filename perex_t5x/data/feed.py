@@ -114,6 +114,7 @@ class Feed(abc.ABC):
         names = {
             "feed": "DatasetConfig.feed",
             "fingerprint": "the examples (task, lengths, pack, vocabulary, or the text itself)",
+            "files": "the files that are streamed (names, sizes or content)",
             "num_examples": "the number of examples",
             "shuffle": "DatasetConfig.shuffle",
             "seed": "DatasetConfig.seed",

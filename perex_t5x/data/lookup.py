@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from perex_t5x.errors import ConfigError, did_you_mean
@@ -61,9 +65,12 @@ def _splits(provider: Any) -> list[str]:
 
 
 def check_split(provider: Any, split: str) -> None:
-    # A TFDS source also takes slices ('train[:1%]'), which its list of splits does not name.
+    import seqio
+
     known = _splits(provider)
-    if split.split("[")[0] not in known:
+    # A TFDS source also takes slices ('train[:1%]'), which its list of splits does not name.
+    is_tfds = all(isinstance(task.source, seqio.TfdsDataSource) for task in seqio.get_subtasks(provider))
+    if (split.split("[")[0] if is_tfds else split) not in known:
         raise ConfigError(
             f"DatasetConfig.split = {split!r}: {provider.name!r} has the splits "
             f"{', '.join(sorted(known))}.{did_you_mean(split, known)}"
@@ -99,9 +106,6 @@ def check_feature_lengths(provider: Any, lengths: Any, converter_cls: type) -> d
             f"TASK_FEATURE_LENGTHS = {given}: {'; '.join(problems)}. The model ({converter_cls.__name__}) needs a "
             f"length for {', '.join(needed)}, for example TASK_FEATURE_LENGTHS = { ({f: 512 for f in needed}) }."
         )
-    for feature, length in given.items():
-        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-            raise ConfigError(f"TASK_FEATURE_LENGTHS: length of {feature!r} is {length!r}, not a positive integer.")
     return {f: given[f] for f in needed}
 
 
@@ -177,3 +181,55 @@ def tfds_split_bytes(source: Any, split: str) -> int | None:
         return None
     splits = source.tfds_dataset.info.splits
     return int(splits[split].num_bytes) or None if split in splits else None
+
+
+def files_fingerprint(provider: Any, split: str, use_cached: bool) -> str | None:
+    """Of the files that a task or mixture is read from: their names and sizes, and the first 64 KiB of up to 256 of each
+    task's. None where a source does not say what its files are.
+
+    The same files in another folder, or with other times, have the same fingerprint.
+    """
+    import seqio
+
+    sha, is_known = hashlib.sha256(), False
+    for task in seqio.get_subtasks(provider):
+        if split.split("[")[0] not in [str(s) for s in task.splits]:
+            continue
+        described = _described_files(task, split, use_cached)
+        is_known = is_known or described is not None
+        sha.update(json.dumps([task.name, described]).encode())
+    return sha.hexdigest() if is_known else None
+
+
+def _described_files(task: Any, split: str, use_cached: bool) -> Any:
+    import seqio
+    import tensorflow as tf
+
+    if use_cached and task.supports_caching:
+        paths = tf.io.gfile.glob(f"{seqio.utils.get_cached_tfrecord_prefix(task.cache_dir, split)}*")
+        named = [(os.path.basename(path), path) for path in paths]
+    elif isinstance(task.source, seqio.TfdsDataSource):  # whose metadata say it: a thousand remote files take minutes
+        if task.source.tfds_dataset.name is None:
+            return None
+        info = task.source.tfds_dataset.info
+        sizes = (
+            [int(info.splits[split].num_bytes), int(info.splits[split].num_examples)] if split in info.splits else []
+        )
+        return [info.full_name, sizes]
+    elif hasattr(task.source, "files"):  # `text_source.TextFilesSource`, whose names are relative
+        named = list(task.source.files(split))
+    else:
+        named = [(os.path.basename(str(path)), str(path)) for path in task.source.list_shards(split)]
+        if not named or not tf.io.gfile.exists(named[0][1]):  # of a function: not the names of files
+            return None
+
+    def described(numbered: tuple[int, tuple[str, str]]) -> list[Any]:
+        number, (name, path) = numbered
+        head = b""
+        if number < 256:
+            with tf.io.gfile.GFile(path, "rb") as f:
+                head = f.read(1 << 16)
+        return [name, tf.io.gfile.stat(path).length, hashlib.sha256(head).hexdigest()]
+
+    with ThreadPoolExecutor(16) as pool:
+        return list(pool.map(described, enumerate(sorted(named))))

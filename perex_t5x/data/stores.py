@@ -56,18 +56,29 @@ class ArrayRecordStore:
     def __init__(self, directory: str, dtype: np.dtype):
         import grain
 
-        with open(os.path.join(directory, _META)) as f:
-            meta = json.load(f)
+        with open(os.path.join(directory, _META), "rb") as f:
+            content = f.read()
         self.dtype = dtype
-        self.fingerprint = meta["fingerprint"]
-        self._size = meta["num_rows"]
+        try:
+            meta = json.loads(content)
+            self.fingerprint, self._size = str(meta["fingerprint"]), int(meta["num_rows"])
+        except (ValueError, KeyError, TypeError) as e:
+            raise ConfigError(
+                f"The copy in {directory} cannot be read ({_META}: {e}): delete that folder and start again."
+            ) from e
         path = os.path.join(directory, _DATA)
         self.where = f"as ArrayRecord in {directory}"
         self.num_bytes = os.path.getsize(path)
-        self._source = grain.sources.ArrayRecordDataSource([path])
-        if len(self._source) != self._size:
+        try:
+            self._source = grain.sources.ArrayRecordDataSource([path])
+            found = len(self._source)
+        except Exception as e:  # of a native library, of no particular class
             raise ConfigError(
-                f"The copy in {directory} holds {len(self._source)} rows instead of {self._size}: "
+                f"The copy in {directory} cannot be read ({_DATA}: {e}): delete that folder and start again."
+            ) from e
+        if found != self._size:
+            raise ConfigError(
+                f"The copy in {directory} holds {found} rows instead of {self._size}: "
                 "delete that folder and start again."
             )
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import io
 import json
 import os
 import threading
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from perex_t5x.data import device_batches
+from perex_t5x import distributed
+from perex_t5x.data import device_batches, lookup
 from perex_t5x.data.device_batches import EndOfData
 from perex_t5x.data.feed import Feed, FeedRequest
 from perex_t5x.data.rows import vocabulary_key
@@ -120,6 +123,10 @@ class StreamingFeed(Feed):
         key = [provider.name, cfg.split, sorted(self._lengths.items()), converter.pack, type(converter).__name__]
         key += [[n, vocabulary_key(f.vocabulary)] for n, f in sorted(provider.output_features.items())]
         self.fingerprint = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+        self._files: str | None = None
+        if request.repeat:  # the state of an iterator is a place in these files, and in no others
+            find = functools.partial(lookup.files_fingerprint, provider, cfg.split, cfg.use_cached)
+            self._files = distributed.from_process_0("files of the stream", find)
         self.description = (
             f"{provider.name}/{cfg.split}: streamed, batches of {self.batch_size}, seed {seed}, "
             f"{jax.process_count()} processes"
@@ -215,7 +222,8 @@ class StreamingFeed(Feed):
         return self._position(step)
 
     def _position(self, step: int) -> dict[str, Any]:
-        return {"feed": "streaming", **super()._position(step), "process_count": jax.process_count()}
+        files = {"files": self._files} if self._files else {}
+        return {"feed": "streaming", **super()._position(step), **files, "process_count": jax.process_count()}
 
     # --- state --------------------------------------------------------------------------------
 
@@ -290,10 +298,19 @@ class StreamingFeed(Feed):
         self._ahead.clear()
         self._handed_out.clear()
         for i in range(state["ahead"]):
-            with tf.io.gfile.GFile(os.path.join(folder, f"ahead_{i}.npz"), "rb") as f:
-                with np.load(io.BytesIO(f.read())) as rows:
-                    self._ahead.append({name: rows[name] for name in self.element_spec})
+            path = os.path.join(folder, f"ahead_{i}.npz")
+            with tf.io.gfile.GFile(path, "rb") as f:
+                self._ahead.append(read_arrays(f.read(), self.element_spec, path))
         self._next_step = state["step"]
+
+
+def read_arrays(content: bytes, names: Iterable[str], path: str) -> dict[str, np.ndarray]:
+    """Arrays of a file in NumPy's format `.npz`; `path` is for the message of the error. Nothing is unpickled."""
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in names}
+    except (ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as e:
+        raise ConfigError(f"{path} is not a file of arrays as a checkpoint has them: {e}.") from e
 
 
 def _saved_shard(state: Mapping[str, Any], batch_size: int) -> DataShard:

@@ -24,8 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from perex_t5x import checkpoint_files
 from perex_t5x.errors import Reason
-from perex_t5x.files import is_remote, write_atomically
+from perex_t5x.files import write_atomically
 
 MOST_FAILURES = 3  # attempts in a row that begin at the same step and fail
 ATTEMPT = "PEREX_T5X_ATTEMPT"  # set by whoever starts the hosts, the same on all; else the minute of the start
@@ -279,9 +280,6 @@ def no_progress(step: int | None, errors: Sequence[str]) -> str:
     return f"no progress: {len(errors)} attempts in a row began {begin} and failed. The last error: {errors[0]}"
 
 
-_CHECKPOINT = re.compile(r"checkpoint_(\d+)")
-
-
 def _names_in(folder: str) -> list[str]:
     """Sorted; [] if there is no such folder, for which TensorFlow, which reads gs://, has an exception of its own."""
     from etils import epath
@@ -294,19 +292,9 @@ def _names_in(folder: str) -> list[str]:
 
 
 def newest_step(model_dir: str) -> int | None:
-    """The step of the newest whole checkpoint in a run's folder; None if there is none.
-
-    As `checkpoints.newest`, which has to import Orbax: it is committed by its name on a file system, by a marker in an
-    object store.
-    """
-    from etils import epath
-
-    folder = epath.Path(model_dir)
-    names = _names_in(model_dir)
-    steps = sorted((int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))), reverse=True)
-    remote = is_remote(model_dir)
-    whole = (s for s in steps if not remote or (folder / f"checkpoint_{s}" / "commit_success.txt").exists())
-    return next(whole, None)
+    """The step of the newest whole checkpoint in a run's folder; None if there is none."""
+    path = checkpoint_files.newest(model_dir)
+    return None if path is None else checkpoint_files.step_of(path)
 
 
 def tail_of_log(text: str, most: int = 12_000) -> str:

@@ -29,6 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from perex_t5x import lease
 from perex_t5x.cli import subprocesses
 from perex_t5x.cli.status import STEP_VARIABLE, Status
 from perex_t5x.errors import ConfigError, Reason, UnreachableError
@@ -205,7 +206,8 @@ class _Worker:
         with contextlib.suppress(OSError):
             os.unlink(step_file)
         self._reporter.begin_job(self._log(job), step_file, job=job.name, number=number, jobs=len(self._work.jobs))
-        ours = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", STEP_VARIABLE: step_file, "PEREX_T5X_JOB": job.name}
+        ours = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", STEP_VARIABLE: step_file}
+        ours |= dict(zip(lease.LAUNCH, (self._work.launch_id, job.name), strict=True))
         self._child = subprocesses.Child(
             job.argv(),
             cwd=self._folder,

@@ -22,6 +22,8 @@ def run(*arguments, cwd="/"):
         ("eval", "gin_file"),
         ("infer", "gin_file"),
         ("bench", "gin_file"),
+        ("checkpoints", "[no]json"),
+        ("chaos", "trials"),
         ("preflight", "compare"),
         ("preflight.collectives", "[no]each"),
         ("experiments.sweep", "[no]together"),

@@ -7,12 +7,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
+from perex_t5x import cli
 from perex_t5x.cli import status
 from perex_t5x.cli.subprocesses import Child
 from perex_t5x.errors import Reason
+from perex_t5x.interrupts import Interrupts
 from perex_t5x.launching import local
 from tests.distributed import support
 
@@ -55,6 +58,16 @@ def test_whoever_catches_the_end_of_a_command_goes_on():
     assert (done.returncode, done.stdout) == (0, "went on after 7\n"), done.stderr
 
 
+def test_a_signal_to_one_command_is_not_heard_by_the_next():
+    def interrupted():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    assert cli.guarded(interrupted) == Reason.INTERRUPTED.exit_code
+    with Interrupts() as interrupts:
+        assert not interrupts.stop_here()
+
+
 @pytest.mark.parametrize(
     ("how", "reason", "code", "message"),
     [
@@ -89,6 +102,19 @@ def test_interrupted(tmp_path, number):
     found = child.status()
     assert (found.reason, found.exit_code, found.step) == (Reason.INTERRUPTED, 130, 7)
     assert "Traceback" not in child.said() and ("interrupted" in child.said() or number.name in child.said())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("into", ["error", "nothing"])
+def test_a_signal_while_starting_is_heard_whatever_a_library_makes_of_it(tmp_path, number, into):
+    child = start(tmp_path, "swallowed", into)
+    while "ready" not in child.said():
+        assert child.poll() is None
+    child.send_signal(number)
+    assert child.wait() == 130
+    assert child.status().reason is Reason.INTERRUPTED and number.name in child.status().message
+    assert f"stopped by {number.name}" in child.said()
+    assert "training" not in child.said() and "Traceback" not in child.said()
 
 
 def test_killed_leaves_no_status(tmp_path):

@@ -44,7 +44,8 @@ def test_feature_length_missing(config, converter):
     assert "TASK_FEATURE_LENGTHS = {'target': 32}" in text
     assert "no length for 'targets'" in text and "Did you mean 'targets'?" in text
     assert "no length for 'targets'" in message(config(task_feature_lengths=None), converter)
-    assert "not a positive integer" in message(config(task_feature_lengths={"targets": 0}), converter)
+    with pytest.raises(ConfigError, match="task_feature_lengths = {'targets': 0}: .*whole number, at least 1"):
+        config(task_feature_lengths={"targets": 0})
 
 
 def test_task_without_the_models_features(config):
@@ -56,6 +57,7 @@ def test_task_without_the_models_features(config):
 def test_unknown_split(config, converter):
     text = message(config(split="valid"), converter)
     assert "DatasetConfig.split = 'valid'" in text and "train, validation" in text
+    assert "train, validation" in message(config(split="train[:5]"), converter), "only TFDS has slices"
 
 
 def test_glob_without_files(config, converter, tmp_path):

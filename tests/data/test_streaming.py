@@ -1,5 +1,6 @@
 import itertools
 import json
+import os
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from perex_t5x.data import make_feed, streaming
+from perex_t5x.data import lookup, make_feed, streaming, tasks
 from perex_t5x.data.device_batches import prefetch
 from perex_t5x.errors import ConfigError
 
@@ -153,3 +154,35 @@ def test_feeds_are_imported_without_tensorflow():
 
 def test_hosts_are_named_in_the_position(stream):
     assert stream().position(0)["process_count"] == jax.process_count()
+
+
+def test_other_files_are_refused(config, converter, tmp_path):
+    """The state of an iterator is a place in files: in others it would be another place, without a word."""
+    for i in range(8):
+        (tmp_path / f"{i}.txt").write_text(f"some words of document {i}")
+    tasks.register_text_files(glob=f"{tmp_path}/*.txt", name="changing_lm")
+
+    def feed():
+        return make_feed(config(mixture_or_task_name="changing_lm", feed="streaming"), converter)
+
+    position = json.loads(json.dumps(feed().position(0)))
+    _, path = tasks.seqio.TaskRegistry.get("changing_lm").source.files("train")[2]
+    content = open(path, encoding="utf-8").read()
+    os.utime(path, (1, 1))
+    feed().check_position(position)  # the same files at another time
+    for other in (content.replace("some", "same"), content + "!", ""):
+        open(path, "w", encoding="utf-8").write(other)
+        with pytest.raises(ConfigError, match="the files that are streamed"):
+            feed().check_position(position)
+        feed().check_position({k: v for k, v in position.items() if k != "files"})  # of an earlier version
+    open(path, "w", encoding="utf-8").write(content)
+    feed().check_position(position)
+
+
+def test_the_files_of_a_function_are_not_known():
+    import seqio
+
+    source = seqio.FunctionDataSource(lambda split, shuffle_files, seed=None: None, splits=("train",))
+    features = {"targets": seqio.Feature(seqio.ByteVocabulary())}
+    task = seqio.Task("of_a_function", source, preprocessors=[], output_features=features)
+    assert lookup.files_fingerprint(task, "train", False) is None

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from perex_t5x import checkpoints
+from perex_t5x import checkpoint_files, checkpoints, run_dir
 from perex_t5x.errors import ConfigError
 from perex_t5x.launching import local
 from tests import tiny
@@ -88,6 +88,27 @@ def test_two_processes_resume_what_one_has_saved(one_process, tmp_path):
     assert_same_losses(one_process, resumed)
 
 
+@pytest.mark.slow
+def test_two_processes_in_a_folder_that_is_damaged_and_in_use(one_process, tmp_path):
+    """All start from the newest valid checkpoint, which process 0 finds; and all are refused while another run writes."""
+    folder = shutil.copytree(one_process, tmp_path / "run")
+    os.truncate(max((folder / "checkpoint_8").rglob("d/*"), key=os.path.getsize), 100)
+    (folder / "checkpoint_6").mkdir()
+    lock = run_dir.WriterLock(str(folder))
+    lock.acquire()
+    before = sorted(os.listdir(folder))
+    status, output = support.run(*support.train_arguments(folder, "TRAIN_STEPS = 8", *RUN))
+    assert status == 4 and f"another run writes there (process {os.getpid()} on" in output, output
+    assert sorted(os.listdir(folder)) == before
+    lock.release()
+    output = two_processes(folder)
+    assert output.count("4 steps are lost") == 1 and "checkpoint_4 (step 4)" in output
+    assert_same_losses(one_process, folder)
+    names = {name for name in os.listdir(folder) if name.startswith(("checkpoint", ".writer"))}
+    assert names == {"checkpoint_4", "checkpoint_8", "checkpoint_8.damaged"}
+    assert [checkpoint_files.verify(str(folder / f"checkpoint_{step}"))[0] for step in (4, 8)] == ["valid"] * 2
+
+
 def interrupt_after_step(process, model_dir, step, number):
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline and process.poll() is None:
@@ -112,6 +133,22 @@ def test_ctrl_c_saves_all_processes_at_one_step(tmp_path):
     assert output.count(farewell) == 1 and f"[0] {farewell}" in output and "ERROR" not in output
     assert max(tiny.losses(tmp_path)) == stopped  # not a step more, in the log either
     assert checkpoints.read_run(checkpoints.newest(str(tmp_path)))["data"]["step"] == stopped
+
+
+@pytest.mark.slow
+def test_asked_to_stop_around_an_evaluation_all_leave_it_and_make_up_for_it(tmp_path):
+    """Every step is evaluated, so the signal comes before, in or after one: each is there once in the end."""
+    bindings = ("EVAL_PERIOD = 1", "models.T5Config.num_decoder_layers = 1", RUN[0])
+    process = support.launch(*support.train_arguments(tmp_path, "TRAIN_STEPS = 100000", *bindings))
+    interrupt_after_step(process, tmp_path, 3, signal.SIGTERM)
+    output = process.communicate(timeout=100)[0]
+    assert process.returncode == 130, output
+    stopped = checkpoints.step_of(checkpoints.newest(str(tmp_path)))
+    status, output = support.run(*support.train_arguments(tmp_path, f"TRAIN_STEPS = {stopped + 1}", *bindings))
+    assert status == 0, output
+    with open(tmp_path / "metrics.jsonl", encoding="utf-8") as f:
+        steps = [row["step"] for row in map(json.loads, f) if row["name"].startswith("training_eval")]
+    assert steps == list(range(1, stopped + 2))
 
 
 def test_a_process_that_is_configured_otherwise(tmp_path):

@@ -34,7 +34,7 @@ def test_status_of_a_sweep(tmp_path):
     mark(jobs[0], "done")
     mark(jobs[1], "failed", exit=5, error="diverged at step 7: the loss is nan")
     folder.write_attempts("c", "id", [launch_folder.Attempt("id.0", "", None), launch_folder.Attempt("id.1", "", 40)])
-    os.makedirs(f"{jobs[2].model_dir}/checkpoint_40")
+    os.makedirs(f"{jobs[2].model_dir}/checkpoint_40/state/_METADATA")
     with open(f"{jobs[2].model_dir}/metrics.jsonl", "w") as f:
         f.write('{"step": 50, "name": "train", "loss": 2.5}\n{"step": 50, "name": "training_eval/x", "loss": 3.0}\n')
     state = {"phase": "running", "job": "c", "step": 55, "time": launch_folder.now(), "attempt": "id.1"}
@@ -70,6 +70,7 @@ def test_a_worker_on_a_bucket_and_what_another_machine_sees(cloud_storage_in_pro
     )
     (tmp_path / "jobs.json").write_text(Work("s", root, jobs, {}, launch="w", launch_id="id").to_json())
     cloud.put("x/runs/b/checkpoint_3/commit_success.txt", b"")
+    cloud.put("x/runs/b/checkpoint_3/state/_METADATA", b"")
     cloud.put("x/runs/b/checkpoint_5/state/d", b"")  # not whole
     cloud.put("x/.launch/w/bundle-0123abcd.tar.gz", b"")
     cloud.put("x/runs/a/metrics/0000000001.jsonl", b'{"step": 1, "name": "train", "loss": 2.5}\n')

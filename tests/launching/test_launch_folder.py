@@ -74,7 +74,8 @@ def test_attempts_are_those_of_this_launch(folder):
 def test_the_newest_whole_checkpoint(tmp_path):
     assert launch_folder.newest_step(str(tmp_path / "none")) is None
     for name in ("checkpoint_5", "checkpoint_10", "checkpoint_20.orbax-checkpoint-tmp-1", "checkpoint_x"):
-        os.makedirs(tmp_path / name)
+        os.makedirs(tmp_path / name / "state" / "_METADATA")
+    os.makedirs(tmp_path / "checkpoint_15")  # empty
     assert launch_folder.newest_step(str(tmp_path)) == 10
 
 

@@ -118,7 +118,7 @@ def test_only_the_first_host_writes(tmp_path, run):
 
 def test_no_progress_ends_a_single_run(tmp_path, run):
     """Three failures from the same step; a newer checkpoint is progress."""
-    code = "os.makedirs('out/a/checkpoint_5', exist_ok=True)\nraise ValueError('some bug')"
+    code = "os.makedirs('out/a/checkpoint_5/state/_METADATA', exist_ok=True)\nraise ValueError('some bug')"
 
     def attempt(number, **more):
         return run([job(tmp_path, "a", code)], sweep=False, attempt=str(number), **more)

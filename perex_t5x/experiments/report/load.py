@@ -58,6 +58,7 @@ class LoadedRun:
     warmup_steps: int | None = None
     config: Config = dataclasses.field(default_factory=dict)
     evaluation: Curve = _EMPTY
+    evaluated: dict[str, int] = dataclasses.field(default_factory=dict)  # task -> the last step with a validation loss
     training: Curve = _EMPTY
     monitored: dict[str, Curve] = dataclasses.field(default_factory=dict)
     goodput: Goodput | None = None
@@ -72,6 +73,16 @@ class LoadedRun:
     def steps(self) -> int:
         """The last one that was logged."""
         return max((int(x[-1]) for x, _ in (self.training, self.evaluation) if len(x)), default=0)
+
+    @property
+    def missing_evaluation(self) -> str:
+        """What the last step lacks of its validation; "" if it has all of it, or the run has none."""
+        last = min(self.evaluated.values(), default=0)
+        expected = self.evaluated or lookup(self.config, "train.train_eval_dataset_cfg") is not None
+        if not expected or last >= self.steps:
+            return ""
+        found = f"the last validation loss is of step {last}" if last else "there is no validation loss"
+        return f"{found}, and the last step is {self.steps}: start the same again, which makes up for the evaluation"
 
     def examples(self, steps: np.ndarray) -> np.ndarray:
         return steps * float(self.batch_size or 1)
@@ -90,6 +101,8 @@ def read_run(folder: str, name: str, bindings: Mapping[str, str] | None = None) 
     if run.steps:
         total = lookup(run.config, "TRAIN_STEPS", "train.total_steps")
         run.status = "done" if isinstance(total, int) and run.steps >= total else "stopped"
+        if run.status == "done" and run.missing_evaluation:
+            run.status, run.error = "stopped", run.missing_evaluation
     finite = run.evaluation[1][np.isfinite(run.evaluation[1])]
     if len(finite):
         run.best_loss = float(finite.min())
@@ -127,7 +140,7 @@ def _from_metrics(run: LoadedRun, text: str) -> None:
     training: dict[int, float] = {}
     evaluation: dict[int, list[float]] = {}
     monitored: dict[str, dict[int, float]] = {}
-    tasks, unreadable = set(), 0
+    unreadable = 0
     lines = text.splitlines()
     for i, line in enumerate(lines):
         try:
@@ -143,15 +156,15 @@ def _from_metrics(run: LoadedRun, text: str) -> None:
                 if key.startswith(_MONITORED):
                     monitored.setdefault(key.removeprefix("per_example/"), {})[step] = number(row[key])
         elif name.startswith(_EVAL) and (loss := loss_of(row)) is not None:
-            tasks.add(name)
+            run.evaluated[name] = max(step, run.evaluated.get(name, 0))
             evaluation.setdefault(step, []).append(loss)
     run.training = _curve(training)
     run.evaluation = _curve({step: float(np.mean(values)) for step, values in evaluation.items()})
     run.monitored = {key: _curve(values) for key, values in monitored.items()}
     if unreadable:
         run.notes.append(f"{run.name}: {unreadable} line(s) of metrics.jsonl cannot be read and are left out")
-    if len(tasks) > 1:
-        run.notes.append(f"{run.name}: the validation loss is the mean of {len(tasks)} tasks'")
+    if len(run.evaluated) > 1:
+        run.notes.append(f"{run.name}: the validation loss is the mean of {len(run.evaluated)} tasks'")
 
 
 def number(value: Any) -> float:

@@ -69,6 +69,7 @@ class _Step:
             # Gin's configuration is read while tracing: all of this before the next one is parsed.
             plan.parse_configuration(run.files, run.bindings, run.search_paths, scratch)
             training = Training(in_process.train_arguments())
+            training.close()  # it is never run, and its folder is about to vanish
             setup, feed = training.setup, training.make_feed()
             self._step = setup.trainer.compiled_step(setup.shapes, setup.shardings, setup.spec)
             self._state = setup.init(jax.random.key(run.seed))

@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,13 +199,14 @@ class _Signs:
     examples: int
     ks: Mapping[str, int]
     measured: dict[int, Any] = field(default_factory=dict)
+    folders: Sequence[str] = ()
 
     def compile(self, *unused: Any) -> None:
         pass
 
-    def evaluate(self, step: int, params: Any) -> dict[str, dict[str, float]]:
+    def evaluate(self, step: int, params: Any, between_batches: Callable[[], None]) -> dict[str, dict[str, float]]:
         if step in self.steps:
-            gradients_NxC = _gradients(self.model, params, self.feed, self.last_step, self.examples)
+            gradients_NxC = _gradients(self.model, params, self.feed, self.last_step, self.examples, between_batches)
             self.measured[step] = agreement(gradients_NxC, self.ks)
         return {}
 
@@ -215,7 +216,9 @@ def _reach(size: int, averaged: float) -> dict[str, int]:
     return {"example": 1, "batch": size, "average": round(size * averaged)}
 
 
-def _gradients(model: Any, params: Any, feed: Any, first: int, examples: int) -> np.ndarray:
+def _gradients(
+    model: Any, params: Any, feed: Any, first: int, examples: int, between_batches: Callable[[], None]
+) -> np.ndarray:
     """Gradients of single examples that the training has not seen, at some coordinates."""
     import jax
     import jax.numpy as jnp
@@ -233,6 +236,7 @@ def _gradients(model: Any, params: Any, feed: Any, first: int, examples: int) ->
     waiting: dict[str, list[np.ndarray]] = {}
     step, count = first, 0
     while count < examples:
+        between_batches()
         batch = feed.batch(step)
         for name, x in batch.items():
             waiting.setdefault(name, []).append(np.asarray(x))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
-import fcntl
 import io
 import json
 import math
@@ -48,35 +47,23 @@ class Folder:
 
     @contextlib.contextmanager
     def locked(self, on_lost: Callable[[], Any] | None = None) -> Iterator[None]:
-        """Locks the folder against other sweeps: on this machine, and in a bucket also on others.
+        """Locks the folder against other sweeps, on this machine and on others: see `perex_t5x.lease`.
 
-        The lock is released when the process ends, in any way; in a bucket, other machines then wait for `lease.STALE`
-        seconds. `on_lost` is called if another process has taken it over, from a machine that was silent for that long.
+        `on_lost` is called if another process has taken it over, since this one was silent for long.
         """
-        if is_remote(self.root):
-            try:
-                with lease.held(self.path(".lock"), on_lost):
-                    yield
-            except lease.HeldError as e:
-                raise self._in_use(str(e.holder)) from None
-            return
+        lock = lease.Lease(self.path(".lock"), on_lost)
         try:
-            os.makedirs(self.root, exist_ok=True)
-            # Kept open: closing it lets go of the lock.
-            file = open(self.path(".lock"), "a+", encoding="utf-8")  # noqa: SIM115
+            if not is_remote(self.root):
+                os.makedirs(self.root, exist_ok=True)
+            lock.acquire()
+        except lease.HeldError as e:
+            raise self._in_use(str(e.holder if is_remote(self.root) else e.holder.process)) from None
         except OSError as e:
             raise ConfigError(f"--dir={self.root} cannot be written: {e.strerror or e}. Choose another folder.") from e
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.seek(0)
-                process = file.read().strip() or "?"
-                raise self._in_use(process) from None
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+        try:
             yield
+        finally:
+            lock.release()
 
     def _in_use(self, process: str) -> InUseError:
         return InUseError(
@@ -183,8 +170,13 @@ class Folder:
 
 
 def result_of_metrics(run: Run, folder: str, seconds: float, status: str = DONE, error: str = "") -> Result:
-    """The result of a run, read from its metrics.jsonl."""
+    """The result of a run, read from its metrics.jsonl.
+
+    One whose validation is not of its last step is none: such a run has failed, and is run again with the sweep.
+    """
     read = load.read_run(folder, run.name)
+    if status == DONE and (missing := read.missing_evaluation):
+        return Result(run.name, FAILED, steps=read.steps, seconds=round(seconds, 3), error=missing, values=run.values)
     train_loss = float(read.training[1][-1]) if len(read.training[1]) else math.nan
     failed = status == FAILED
     return Result(

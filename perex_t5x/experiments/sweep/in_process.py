@@ -68,14 +68,14 @@ class _Group:
 
     def prepare(self, run: Run, root: str) -> Callable[..., Any]:
         """`Training.run` of this run, with the compiled programs and what was read while Gin held its configuration."""
-        with self._lock:
+        with self._lock, contextlib.ExitStack() as if_it_fails:
             self.making = not self.ready
             setup = self._shared.setup if self._shared is not None else None
             with _gin_lock:
                 plan.parse_configuration(run.files, run.bindings, run.search_paths, run.folder(root))
                 arguments = train_arguments()
                 _check(arguments)
-                training = train_script.Training(arguments, setup)
+                training = if_it_fails.enter_context(train_script.Training(arguments, setup))
                 training.describe()
                 feed, rates = training.make_feed(), learning_rates(training)
                 compile_all = None if self.ready else _lower(training)
@@ -83,6 +83,7 @@ class _Group:
                 self._shared, self.making = Shared(training.setup, compile_all()), False
                 if self._kept is not None:
                     self._kept[self._name] = self._shared
+            if_it_fails.pop_all()  # from here on its folder is held until `run` ends
             return functools.partial(training.run, self._shared.programs, feed, learning_rates=rates)
 
     def finished_one(self) -> None:
@@ -96,6 +97,8 @@ def _check(arguments: Mapping[str, Any]) -> None:
     for argument, what in (("infer_eval_dataset_cfg", "evaluate by decoding"), ("profile_steps", "write profiles")):
         if arguments[argument] is not None:
             raise ConfigError(f"--together does not {what} (train.{argument}): leave --together out.")
+    if getattr(arguments["bad_numbers"], "then", "stop") != "stop":
+        raise ConfigError("--together does not roll back (BadNumbers.then): leave --together out.")
     if arguments["dump_hlo"]:
         raise ConfigError("--together does not write HLO (train.dump_hlo): leave --together out.")
     if jax.process_count() > 1:

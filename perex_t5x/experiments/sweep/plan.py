@@ -260,10 +260,10 @@ def dry_run(run: Run, prepare: Callable[[], None] = lambda: None) -> str | None:
         try:
             parse_configuration(run.files, run.bindings, run.search_paths, scratch)
             prepare()
-            gin.get_configurable(train_script.train)(dry_run=True)
+            gin_utils.call(train_script.train, dry_run=True)
         except ConfigError as e:
             return cli.cleaned(str(e))
-        except Exception as e:  # whatever a value of the wrong kind does inside an optimizer or a model
+        except Exception as e:
             what = f"{run.name} ({'; '.join(run.own_bindings)})"
             return f"{what} cannot be built: {type(e).__name__}: {cli.cleaned(str(e))}"
     return None

@@ -6,14 +6,17 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 
 import pytest
 
 from perex_t5x.errors import ConfigError
+from perex_t5x.evaluation import TrainEvaluator
 from perex_t5x.experiments.sweep import Sweep, in_process, overview
 from perex_t5x.experiments.sweep.directory import Folder
 from perex_t5x.experiments.sweep.overview import Overview
+from perex_t5x.loop import Loop
 from perex_t5x.train import Training
 from tests import tiny
 from tests.experiments.sweep.support import BINDINGS, FILES, plan, rows, sweep_command
@@ -152,6 +155,33 @@ def test_crash_of_one_run_does_not_stop_the_others_and_is_tried_again(tmp_path, 
     assert [r.status for r in results] == ["done", "failed", "done"] and "no room" in results[1].error
     monkeypatch.undo()
     assert [r.status for r in run(made, tmp_path)] == ["done"] * 3
+
+
+def test_a_killed_evaluation_is_made_up_for_before_there_is_a_result(tmp_path, monkeypatch):
+    made, evaluate = plan(), TrainEvaluator.evaluate
+
+    class Killed(BaseException):
+        """In place of SIGKILL: the run's thread just ends."""
+
+    def killed(self, step, *rest):
+        if step == 8:
+            raise Killed
+        return evaluate(self, step, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda *_: None)
+        patch.setattr(TrainEvaluator, "evaluate", killed)
+        assert [r.status for r in run(made, tmp_path / "killed")] == ["waiting"]
+    with monkeypatch.context() as patch:  # as a run would end that does not make up for it
+        patch.setattr(Loop, "_make_up_for_evaluation", lambda *_: None)
+        (refused,) = run(made, tmp_path / "killed")
+    assert (refused.status, refused.final, refused.eval_loss) == ("failed", False, None)
+    assert "the last validation loss is of step 4, and the last step is 8" in refused.error
+    (result,) = run(made, tmp_path / "killed")
+    (expected,) = run(made, tmp_path / "whole")
+    assert (result.status, result.steps, result.eval_loss) == ("done", 8, expected.eval_loss)
+    name = made.runs[0].name
+    assert rows(tmp_path / "killed" / "runs" / name) == rows(tmp_path / "whole" / "runs" / name)
 
 
 def test_configurations_that_need_a_process_of_their_own(tmp_path):

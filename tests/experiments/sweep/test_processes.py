@@ -28,7 +28,8 @@ with open(os.path.join(folder, "metrics.jsonl"), "a") as f:
     name = "loss_per_nonpadding_target_token"
     f.write(json.dumps({"step": 8, "name": "train", name: 2.0}) + "\\n")
     f.write(json.dumps({"step": 4, "name": "training_eval/a", name: 1.5}) + "\\n")
-    f.write(json.dumps({"step": 8, "name": "training_eval/a", name: 1.75}) + "\\n")
+    if seed != 6 or os.path.exists(os.path.join(folder, "saved")):
+        f.write(json.dumps({"step": 8, "name": "training_eval/a", name: 1.75}) + "\\n")
 def end(reason, code, **more):
     with open(os.environ["PEREX_T5X_STATUS_FILE"], "w") as f:
         json.dump({"reason": reason, "exit_code": code, **more}, f)
@@ -91,6 +92,17 @@ def test_asked_to_stop_the_runs_save_and_the_rest_waits(tmp_path, stand_in, monk
     assert (folder / "results.csv").read_text().count("stopped") == 2
     monkeypatch.setenv("STAND_IN_SECONDS", "0")
     assert [r.status for r in made.run(str(folder), overview=io.StringIO())] == ["done"] * 3
+
+
+def test_a_result_without_the_evaluation_of_its_last_step_is_refused(tmp_path, stand_in):
+    made, folder = plan(seeds=[6]), tmp_path / "sweep"
+    (result,) = made.run(str(folder), overview=io.StringIO())
+    assert (result.status, result.final, result.eval_loss) == ("failed", False, None)
+    assert "the last validation loss is of step 4, and the last step is 8" in result.error
+    assert not list(folder.glob("runs/*/result.json"))
+    (folder / "runs" / "s6" / "saved").touch()
+    (result,) = made.run(str(folder), overview=io.StringIO())  # the run makes up for it
+    assert (result.status, result.eval_loss) == ("done", 1.75)
 
 
 @pytest.mark.slow

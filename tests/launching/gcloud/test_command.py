@@ -218,7 +218,7 @@ RUN = {"name": "a", "values": {"batch_size": 8}, "batch_size": 8, **COMMON}
 @pytest.mark.slow
 def test_a_program_that_fails_is_started_again_while_it_makes_progress(cloud):
     code = "n = sum('checkpoint' in name for name in os.listdir(here))\n"
-    code += "if host == '0' and n < 4: os.makedirs(f'{here}/checkpoint_{n}')\n"
+    code += "if host == '0' and n < 4: os.makedirs(f'{here}/checkpoint_{n}/state/_METADATA')\n"
     cloud.work(cloud.job("a", code + "sys.exit(0 if n >= 4 else 1)"), sweep={"name": "s", "axes": {}, "runs": [RUN]})
     done = cloud.launch()
     assert done.status == 0, done.err
