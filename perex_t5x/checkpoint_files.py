@@ -174,10 +174,7 @@ def newest_valid(model_dir: str, *, dry_run: bool = False) -> str | None:
 def set_aside(path: str) -> str:
     """Renames a checkpoint to a name that nobody takes for one, `checkpoint_30.damaged`; returns the new path."""
     path = path.rstrip("/")
-    target, number = f"{path}.damaged", 1
-    while files.as_path(target).exists():
-        number += 1
-        target = f"{path}.damaged_{number}"
+    target = files.free_path(path, "damaged")
     if files.is_remote(path):
         buckets.copy_folder(path, target, leave_out=r"(?!)")
         _remove(files.as_path(path))

@@ -122,11 +122,20 @@ def _files(folder: str | os.PathLike[str]) -> dict[str, _Entry]:
     return found
 
 
-def _crc32c(path: Any) -> str:
+def of_bytes(content: bytes, before: str = "00000000") -> str:
+    """The checksum of some bytes, or of these after others, whose checksum is `before`.
+
+    >>> of_bytes(b"123456789"), of_bytes(b"6789", before=of_bytes(b"12345"))
+    ('e3069283', 'e3069283')
+    """
     import google_crc32c
 
-    value = 0
+    return f"{google_crc32c.extend(int(before, 16), content):08x}"
+
+
+def _crc32c(path: Any) -> str:
+    value = of_bytes(b"")
     with path.open("rb") as f:
         while chunk := f.read(_CHUNK):
-            value = google_crc32c.extend(value, chunk)
-    return f"{value:08x}"
+            value = of_bytes(chunk, value)
+    return value

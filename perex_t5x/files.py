@@ -102,8 +102,22 @@ def clear_way(path: str | os.PathLike[str]) -> None:
     """
     if is_remote(path) or not os.path.lexists(path) or os.path.isfile(path):
         return  # in an object store a folder is a part of names, and in nobody's way
-    number = 1
-    while (target := Path(f"{os.fspath(path)}.damaged{f'_{number}' if number > 1 else ''}")).exists():
-        number += 1
+    target = free_path(path, "damaged")
     logging.getLogger("absl").warning("%s is not a file: moved to %s", path, target)
     os.rename(path, target)
+
+
+def free_path(path: str | os.PathLike[str], suffix: str) -> str:
+    """`path`.suffix, or with a number if that is taken.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_atomically(f"{folder}/a.damaged", "")
+    ...     os.path.basename(free_path(f"{folder}/a", "damaged"))
+    'a.damaged_2'
+    """
+    target, number = f"{os.fspath(path)}.{suffix}", 1
+    while as_path(target).exists():
+        number += 1
+        target = f"{os.fspath(path)}.{suffix}_{number}"
+    return target

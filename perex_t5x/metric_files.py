@@ -3,6 +3,10 @@
 On a file system the lines are appended to `metrics.jsonl`. An object store cannot append: there they are in parts,
 `metrics/<first step>.jsonl`. A part is uploaded again with each few seconds' new lines while it is small and young, and then
 closed, so that neither the number of objects nor the bytes uploaded grow without bound.
+
+`metrics.crc32c` has the checksum of each line of `metrics.jsonl`, so that one that has changed is not taken for a
+measurement. It is written before the line: where this file is, a line whose checksum is not in it is not as it was written.
+Cloud Storage keeps checksums of its objects itself.
 """
 
 from __future__ import annotations
@@ -13,18 +17,18 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from absl import logging
 from etils import epath
 
-from perex_t5x import files
+from perex_t5x import checksums, files
 from perex_t5x.background import BackgroundWriter, retried
 from perex_t5x.errors import writing_failed
 
-FILE, PARTS = "metrics.jsonl", "metrics"
+FILE, PARTS, CHECKSUMS = "metrics.jsonl", "metrics", "metrics.crc32c"
 _PART = re.compile(r"(\d{10,})(_\d+)?\.jsonl")
 
 
@@ -154,8 +158,13 @@ class _Lines:
         if not self._waiting:
             return None
         if not self._remote:
-            with open(self.place, "a", encoding="utf-8") as f:
-                f.write("".join(line for _, line in self._waiting))
+            lines = [line for _, line in self._waiting]
+            for path, text in (
+                (os.path.join(self._folder, CHECKSUMS), _checksums(lines)),
+                (self.place, "".join(lines)),
+            ):
+                with open(path, "a", encoding="utf-8") as f:
+                    f.write(text)
             self._waiting = []
             return None
         wait = self._uploaded + self.period - time.monotonic()
@@ -241,8 +250,8 @@ def _json_number(value: float) -> float | str:
 
 
 def read_rows(model_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All metrics of a run, a dict for each line, in order; a line that cannot be read, such as a half-written one, is left
-    out, and a run without metrics has none.
+    """All metrics of a run, a dict for each line, in order; a line that cannot be read, such as a half-written one, or has
+    changed since it was written, is left out, and a run without metrics has none.
 
     Args:
       model_dir: the run's folder, local or remote; its lines may be in one file or in parts.
@@ -252,10 +261,11 @@ def read_rows(model_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def read_text(model_dir: str | os.PathLike[str]) -> str:
-    """All lines of a run's metrics as they are stored, in order; "" where there are none."""
+    """All lines of a run's metrics as they are stored, in order, but those that have changed since they were written; ""
+    where there are none."""
     paths = stored_files(model_dir)
     with ThreadPoolExecutor(16) as pool:  # a long run in a bucket has hundreds of parts
-        texts = list(pool.map(_read, paths))
+        texts = list(pool.map(_read_unchanged, paths))
     if len(texts) < 2 or paths[0].name != FILE:
         return "".join(texts)
     # Both kinds: begun by an earlier version, or resumed in a folder that was copied from a bucket.
@@ -286,25 +296,37 @@ def stored_files(model_dir: str | os.PathLike[str]) -> list[epath.Path]:
 
 
 def forget_after(model_dir: str | os.PathLike[str], step: int) -> int:
-    """Drops the lines of steps after `step`, and those that cannot be read; returns the last step that had a line, or `step`
-    if that is later."""
+    """Drops the lines of steps after `step`, and those that cannot be read or have changed, of which a copy is kept.
+
+    Returns:
+      The last step that had a line, or `step` if that is later.
+    """
     if not files.is_remote(model_dir):
         files.clear_way(os.path.join(model_dir, FILE))
+        files.clear_way(os.path.join(model_dir, CHECKSUMS))
     paths, last = stored_files(model_dir), float(step)
     for i, path in enumerate(paths):
         first = _first_step(path)
         if i + 1 < len(paths) and path.name != FILE and (_first_step(paths[i + 1]) or 0) <= step:
             continue  # steps do not decrease from part to part, so all of these are kept
-        lines = _read(path).splitlines(keepends=True)
-        if strange := sum(_row(line) is None for line in lines[:-1]):  # the last one may be half-written
-            logging.warning("%s: %d lines are none of ours, and are dropped", path, strange)
-        last = max([last, *(number for line in lines if math.isfinite(number := _step_of(line)))])
+        stored = _read(path).splitlines(keepends=True)
+        lines = [line for line in _unchanged(path, stored) if _row(line) is not None]
+        if strange := _whole(stored) - _whole(lines):
+            copy = files.free_path(path, "damaged")
+            path.copy(copy)
+            logging.warning(
+                "%s: %d lines are not as they were written, and are dropped; kept as %s", path, strange, copy
+            )
+        last = max([last, *map(_step_of, lines)])
         if first is not None and first > step:
             path.unlink()
             continue
         kept = [line for line in lines if _step_of(line) <= step]
-        if len(kept) < len(lines):
+        if len(kept) < len(stored):
             files.write_atomically(path, "".join(kept))
+        if path.name == FILE and not files.is_remote(path):
+            # After its lines: for a moment there are checksums of lines that are gone, and not the opposite.
+            files.write_atomically(path.parent / CHECKSUMS, _checksums(kept))
     return int(last)
 
 
@@ -315,6 +337,36 @@ def _first_step(path: epath.Path) -> int | None:
 
 def _read(path: epath.Path) -> str:
     return path.read_bytes().decode("utf-8", errors="replace")
+
+
+def _read_unchanged(path: epath.Path) -> str:
+    stored = _read(path).splitlines(keepends=True)
+    lines = _unchanged(path, stored)
+    if changed := _whole(stored) - _whole(lines):
+        logging.warning("%s: %d lines have changed since they were written, and are left out", path, changed)
+    return "".join(lines)
+
+
+def _whole(lines: Sequence[str]) -> int:
+    """How many there are, without the last one if it is half-written."""
+    return sum(line.endswith("\n") for line in lines[-1:]) + len(lines[:-1])
+
+
+def _unchanged(path: epath.Path, lines: list[str]) -> list[str]:
+    """The lines whose checksums are recorded; all of them where nothing is."""
+    recorded = path.parent / CHECKSUMS
+    if path.name != FILE or not recorded.is_file():  # a run's of an earlier version
+        return lines
+    known = set(_read(recorded).splitlines())
+    return [line for line in lines if _checksum(line) in known]
+
+
+def _checksums(lines: Sequence[str]) -> str:
+    return "".join(f"{_checksum(line)}\n" for line in lines)
+
+
+def _checksum(line: str) -> str:
+    return checksums.of_bytes(line.rstrip("\n").encode())
 
 
 def _row(line: str) -> dict[str, Any] | None:

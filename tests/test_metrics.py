@@ -98,7 +98,47 @@ def test_lines_that_are_none_of_ours_are_dropped(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\n" + "\n".join([good, *ODD, good]).encode())
     assert [row["loss"] for row in read_rows(tmp_path)] == [2.5, 2.5]
     assert metric_files.forget_after(tmp_path, 1) == 1
-    assert (tmp_path / "metrics.jsonl").read_text() == good * 2 and "are none of ours" in caplog.text
+    assert (tmp_path / "metrics.jsonl").read_text() == good * 2 and "are not as they were written" in caplog.text
+    assert b"\xff\xfe" in (tmp_path / "metrics.jsonl.damaged").read_bytes()
+
+
+def test_a_line_that_has_changed_is_no_measurement(tmp_path, caplog):
+    writer = MetricsWriter(str(tmp_path))
+    for step in (1, 2, 3):
+        writer.write("train", step, {"loss": step / 2})
+    writer.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"loss": 1.0', '"loss": 1.4'))  # one bit
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 3] and "1 lines have changed" in caplog.text
+    caplog.clear()
+    assert metric_files.forget_after(tmp_path, 3) == 3 and "1 lines are not as they were written" in caplog.text
+    assert '"loss": 1.4' in (tmp_path / "metrics.jsonl.damaged").read_text() and "1.4" not in path.read_text()
+    # What is written from here on is checked, too, and a folder of an earlier version from its first resume on.
+    for step, before in ((4, "1.5"), (5, "0.5")):
+        writer = MetricsWriter(str(tmp_path))
+        writer.write("train", step, {"loss": float(step)})
+        writer.close()
+        path.write_text(path.read_text().replace(f'"loss": {before}', '"loss": 7.5'))
+        assert [row["loss"] for row in read_rows(tmp_path)][-1] == step and 7.5 not in [
+            r["loss"] for r in read_rows(tmp_path)
+        ]
+        metric_files.forget_after(tmp_path, step)
+        (tmp_path / "metrics.crc32c").unlink()
+        metric_files.forget_after(tmp_path, step)
+
+
+def test_no_line_is_lost_where_a_write_was_cut_off(tmp_path, monkeypatch):
+    """Checksums are written first: lines that are there have theirs."""
+    writer = MetricsWriter(str(tmp_path))
+    writer.write("train", 1, {"loss": 1.0})
+    writer.flush()
+    with open(tmp_path / "metrics.crc32c", "a", encoding="utf-8") as f:
+        f.write("0badcafe\n01ab")
+    assert [row["step"] for row in read_rows(tmp_path)] == [1]
+    writer.forget_after(1)
+    writer.write("train", 2, {"loss": 1.0})
+    writer.close()
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]
 
 
 def test_a_folder_in_the_place_of_the_metrics(tmp_path):
