@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -127,6 +128,23 @@ _COMMITS = {
     True: _with_checksums(ocp.path.atomicity.CommitFileTemporaryPath),
     False: _with_checksums(ocp.path.atomicity.AtomicRenameTemporaryPath),
 }
+
+def _hide_late_writes() -> None:
+    """Keeps stack traces of writes that have nobody to tell of their end from being printed.
+
+    The first write that fails ends the event loop of Orbax's thread. TensorStore's threads report each of the others to that
+    loop, find it closed, and hand that to `sys.unraisablehook`, though the failure is already known and reported.
+    """
+    former = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if not (unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"):
+            former(unraisable)
+
+    sys.unraisablehook = hook
+
+
+_hide_late_writes()
 
 # Orbax knows one save at a time in a process: its threads find each other by the number of the newest.
 _saving = threading.Lock()
