@@ -188,10 +188,12 @@ def _is_made(value: Any, kind: Any) -> bool:
 def expected(annotation: Any) -> str:
     """What an annotation asks for, in words.
 
-    >>> expected(Mapping[str, int] | None), expected(tuple[int, int]), expected(float | Callable[..., Any])
+    >>> expected(Mapping[str, int] | None), expected(tuple[int, int]), expected(int | float | Callable[..., Any])
     ('a dictionary (text: whole number) or None', '2 values in parentheses', 'a number or a function (@...)')
     """
     words = list(dict.fromkeys(_words(kind) for kind in _members(annotation)))
+    # Whole numbers are numbers, too.
+    words = [w for w in words if not (w.startswith("a whole ") and w.replace("whole ", "", 1) in words)]
     comma = "," if len(words) > 1 and "," in words[-2] else ""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}{comma} or {words[-1]}"
 

@@ -357,7 +357,10 @@ def _unchanged(path: epath.Path, lines: list[str]) -> list[str]:
     recorded = path.parent / CHECKSUMS
     if path.name != FILE or not recorded.is_file():  # a run's of an earlier version
         return lines
-    known = set(_read(recorded).splitlines())
+    known = _read(recorded).splitlines()
+    if len(known) < _whole(lines):  # they are written first, so it is this file that is damaged, and tells nothing
+        return lines
+    known = set(known)
     return [line for line in lines if _checksum(line) in known]
 
 

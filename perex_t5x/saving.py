@@ -129,6 +129,7 @@ _COMMITS = {
     False: _with_checksums(ocp.path.atomicity.AtomicRenameTemporaryPath),
 }
 
+
 def _hide_late_writes() -> None:
     """Keeps stack traces of writes that have nobody to tell of their end from being printed.
 

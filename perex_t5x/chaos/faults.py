@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import resource
 import shutil
@@ -20,15 +19,21 @@ from pathlib import Path
 from typing import Any
 
 from perex_t5x import checkpoint_files, checksums
-from perex_t5x.chaos_runs import CHECKPOINTS, LOGGED, FaultError, MissedError, Run, kill, send
+from perex_t5x.chaos import damage, storage
+from perex_t5x.chaos.runs import (
+    CHECKPOINTS,
+    LOGGED,
+    FaultError,
+    MissedError,
+    Run,
+    SkippedError,
+    obeys_permissions,
+    send,
+)
 from perex_t5x.errors import Reason
 
 _PAUSE = 1.0  # seconds that a stopped process stands still
 _BYTES = 64 * 1024  # the largest file while writing fails: metrics fit, arrays do not
-
-
-class SkippedError(Exception):
-    """This machine cannot have the fault; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +44,21 @@ class Fault:
       name: as in --faults and in the table.
       act: does it, to a `Run` or to a folder (`on_folder`), and says in a few words what it did.
       ends: how a run may end that it was done to.
-      settings: those in which it makes sense: see `chaos_runs.SETTINGS`.
+      settings: those in which it makes sense: see `chaos.runs.SETTINGS`.
       on_folder: whether it is done to the folder of a run that has ended.
       loses_lines: it destroys metrics that nothing else holds: the lines before the checkpoint may be missing afterwards.
+      needs_disk: the run's folder is on a small disk of its own.
+      undo: makes the storage well again, once the run has ended.
     """
 
     name: str
     act: Callable[[Any, random.Random], str]
     ends: frozenset[Reason] = frozenset()
-    settings: Sequence[str] = ("cached", "streaming", "other_mesh")
+    settings: Sequence[str] = ("cached", "streaming", "other_mesh", "streaming_other_mesh")
     on_folder: bool = False
     loses_lines: bool = False
+    needs_disk: bool = False
+    undo: Callable[[Run], None] = lambda run: None
 
 
 # --- moments ----------------------------------------------------------------------------------------------------------
@@ -98,6 +107,8 @@ def _at_step(step: int) -> Callable[[Path], bool]:
 
 
 def _wait_for_some_step(run: Run, rng: random.Random) -> str:
+    if run.place.bucket is not None:  # there lines are stored with checkpoints
+        return storage.wait_for_checkpoint(run, rng)
     step = rng.choice(LOGGED[:-2])  # some steps are left
     run.wait_for(f"step {step}", _at_step(step))
     return f"step {step}"
@@ -107,7 +118,8 @@ def _wait_for_some_step(run: Run, rng: random.Random) -> str:
 
 
 def _kill(run: Run, rng: random.Random) -> str:
-    moment = rng.choice(("the first second", "start-up", "compilation", "training"))
+    on_disk = ("start-up", "compilation") if run.place.bucket is None else ()
+    moment = rng.choice(("the first second", *on_disk, "training"))
     if moment == "start-up":
         run.wait_for(moment, _is_starting)
     elif moment == "compilation":
@@ -117,7 +129,7 @@ def _kill(run: Run, rng: random.Random) -> str:
     time.sleep(rng.uniform(0, 1.0 if moment == "the first second" else 0.3))
     if run.child.poll() is not None:
         raise MissedError("no trial: the run ended first")
-    kill(run.mark)
+    run.kill()
     return f"after {moment}"
 
 
@@ -140,10 +152,6 @@ def _at_checkpoint(
         return _at(f"{what} of step {step}", lambda folder: is_now(folder, step), do)(run, rng)
 
     return act
-
-
-def _kill_all(run: Run) -> None:
-    kill(run.mark)
 
 
 def _ask(run: Run) -> None:
@@ -210,12 +218,16 @@ def _failing_writes(run: Run, rng: random.Random) -> str:
 
 
 def _read_only(run: Run, rng: random.Random) -> str:
-    if os.geteuid() == 0:
-        raise SkippedError("permissions do not bind the superuser")
+    if not obeys_permissions():
+        raise SkippedError("permissions do not bind the superuser, and there is no setpriv(1)")
     moment = _wait_for_some_step(run, rng)
     run.folder.chmod(0o500)
-    run.end(seconds=120)
-    run.folder.chmod(0o700)
+    return f"after {moment}"
+
+
+def _full_disk(run: Run, rng: random.Random) -> str:
+    moment = _wait_for_some_step(run, rng)
+    storage.fill(run.folder.parent)
     return f"after {moment}"
 
 
@@ -228,132 +240,83 @@ def _remove_folder(run: Run, rng: random.Random) -> str:
     return f"after {moment}"
 
 
-# --- faults of folders ------------------------------------------------------------------------------------------------
-
-_FILES = {
-    "arrays": "state/**/d/*",
-    "manifest": "state/**/manifest.ocdbt",
-    "metadata": "**/_*METADATA",
-    "run_json": "run/metadata",
-    "checksums": "checksums.json",
-    "iterator": "data/**/*",
-}
-
-
-def _truncate(path: Path, rng: random.Random) -> str:
-    size = rng.randrange(path.stat().st_size)
-    os.truncate(path, size)
-    return f"to {size} bytes"
-
-
-def _delete(path: Path, rng: random.Random) -> str:
-    path.unlink()
-    return ""
-
-
-def _flip(path: Path, rng: random.Random) -> str:
-    content = bytearray(path.read_bytes())
-    where, bit = rng.randrange(len(content)), rng.randrange(8)
-    content[where] ^= 1 << bit
-    path.write_bytes(content)
-    return f"bit {bit} of byte {where}"
-
-
-_DAMAGE = {"truncate": _truncate, "delete": _delete, "flip": _flip}
-
-
-def _in_checkpoint(damage: Callable[[Path, random.Random], str], kind: str) -> Callable[[Path, random.Random], str]:
-    """Damages a file of the newest checkpoint."""
-
-    def act(folder: Path, rng: random.Random) -> str:
-        checkpoint = Path(checkpoint_files.newest(str(folder)))
-        candidates = sorted(p for p in checkpoint.glob(_FILES[kind]) if p.is_file() and p.stat().st_size)
-        path = rng.choice(candidates)
-        return f"{path.relative_to(folder)} {damage(path, rng)}".strip()
-
-    return act
-
-
-def _in_run(damage: Callable[[Path, random.Random], str], name: str) -> Callable[[Path, random.Random], str]:
-    """Damages a file of a run that has steps left to make: it lacks its last checkpoint."""
-
-    def act(folder: Path, rng: random.Random) -> str:
-        shutil.rmtree(checkpoint_files.newest(str(folder)))
-        return f"{name} {damage(folder / name, rng)}".strip()
-
-    return act
-
-
-def _torn_line(folder: Path, rng: random.Random) -> str:
-    """The last line of the metrics is half there, as after a crash of the machine."""
-    shutil.rmtree(checkpoint_files.newest(str(folder)))
-    path = folder / "metrics.jsonl"
-    content = path.read_bytes()
-    start = content.rstrip(b"\n").rindex(b"\n") + 1
-    os.truncate(path, rng.randrange(start + 1, len(content)))
-    return "metrics.jsonl"
-
-
-def _empty_checkpoint(folder: Path, rng: random.Random) -> str:
-    path = checkpoint_files.newest(str(folder))
-    shutil.rmtree(path)
-    os.mkdir(path)
-    return os.path.basename(path)
-
-
-def _damage_all(folder: Path, rng: random.Random) -> str:
-    """One bit in every checkpoint: the run starts from the beginning."""
-    for path in checkpoint_files.whole(str(folder)):
-        arrays = [p for p in Path(path).glob(_FILES["arrays"]) if p.is_file()]
-        _flip(max(arrays, key=os.path.getsize), rng)
-    return "a bit in each"
-
-
 # --- the table --------------------------------------------------------------------------------------------------------
 
-_KILLED, _ASKED = frozenset({Reason.KILLED}), frozenset({Reason.INTERRUPTED, Reason.DONE})
-_FAILED = frozenset({Reason.ERROR, Reason.NO_SPACE, Reason.PEER_LOST, Reason.KILLED})
-_BOTH = ("cached", "streaming", "other_mesh", "two_processes")
-_CHECKPOINT = [
-    Fault(f"{verb}_{kind}", _in_checkpoint(damage, kind), on_folder=True)
-    for kind in ("arrays", "manifest", "metadata", "run_json", "checksums")
-    for verb, damage in _DAMAGE.items()
+_KILLED, _ASKED, _DONE = (
+    frozenset(ends) for ends in ({Reason.KILLED}, {Reason.INTERRUPTED, Reason.DONE}, {Reason.DONE})
+)
+_FAILED = frozenset({Reason.ERROR, Reason.NO_SPACE, Reason.PEER_LOST, Reason.KILLED, Reason.UNREACHABLE})
+_ONE = ("cached", "streaming", "other_mesh", "streaming_other_mesh")  # process
+_SWEEPS = ("sweep_together", "sweep_processes")
+_ALL = (*_ONE, "two_processes", *_SWEEPS)
+_RUN_FILES = {
+    "metrics": "metrics.jsonl",
+    "line_checksums": "metrics.crc32c",
+    "config": "config.gin",
+    "status": "status.json",
+}
+_DAMAGE = [
+    *(
+        Fault(f"{verb}_{kind}", damage.in_checkpoint(how, kind), on_folder=True)
+        for kind in ("arrays", "manifest", "metadata", "run_json", "checksums")
+        for verb, how in damage.WAYS.items()
+    ),
+    Fault("flip_iterator", damage.in_checkpoint(damage.flip, "iterator"), settings=("streaming",), on_folder=True),
+    Fault("flip_all_checkpoints", damage.in_all_checkpoints, on_folder=True),
+    Fault("empty_checkpoint", damage.empty_checkpoint, on_folder=True),
+    *(
+        Fault(
+            f"{verb}_{kind}",
+            damage.in_run(how, name),
+            settings=("cached", "streaming"),
+            on_folder=True,
+            loses_lines=kind in ("metrics", "line_checksums"),
+        )
+        for kind, name in _RUN_FILES.items()
+        for verb, how in damage.WAYS.items()
+    ),
+    Fault("torn_metrics", damage.torn_line, settings=("cached", "streaming"), on_folder=True),
 ]
-_RUN = [
-    Fault(
-        f"{verb}_{name.split('.')[0]}",
-        _in_run(damage, name),
-        on_folder=True,
-        settings=("cached", "streaming"),
-        loses_lines=name == "metrics.jsonl",
-    )
-    for name in ("metrics.jsonl", "config.gin", "status.json")
-    for verb, damage in _DAMAGE.items()
+
+
+def _on_bucket(name: str, act: Callable[[Run, random.Random], str], ends: frozenset[Reason]) -> Fault:
+    return Fault(name, act, ends, ("bucket",), undo=lambda run: run.place.bucket.faults())
+
+
+_BUSY = {"action": "answer", "code": 503, "every": 7}
+_TORN = [
+    {"action": "tear", "every": 4, "times": 4},
+    {"action": "lose_answer", "every": 5, "times": 3, "operation": "insert|start|delete"},
+    {"action": "hang", "seconds": 30, "every": 40, "times": 2},
+]
+_STORAGE = [
+    Fault("failing_writes", _failing_writes, _FAILED),
+    Fault("full_disk", _full_disk, _FAILED, needs_disk=True, undo=lambda run: storage.empty(run.folder.parent)),
+    Fault("read_only", _read_only, _FAILED, undo=lambda run: run.folder.chmod(0o700)),
+    Fault("folder_removed", _remove_folder, _FAILED),
+    _on_bucket("storage_busy", storage.failing("429 and 503", writes_per_second=1, rules=[_BUSY]), _DONE),
+    _on_bucket("storage_torn", storage.failing("connections that end", rules=_TORN), _DONE),
+    _on_bucket("storage_slow", storage.failing("slow", latency=0.03, bytes_per_second=300_000), _DONE),
+    _on_bucket("storage_denied", storage.failing_later("403", deny=["storage.objects.create"]), _FAILED),
+    _on_bucket("storage_outage", storage.failing_later("503", rules=[{"action": "answer", "code": 503}]), _FAILED),
 ]
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("kill", _kill, _KILLED, _BOTH),
-        Fault("kill_one", _kill_one, _FAILED, ("two_processes",)),
-        Fault("kill_in_startup", _at("start-up", _is_starting, _kill_all), _KILLED),
-        Fault("kill_in_compile", _at("compilation", _is_compiling, _kill_all), _KILLED),
-        Fault("kill_in_save", _at_checkpoint("the save", _is_saving, _kill_all), _KILLED, _BOTH),
-        Fault("kill_in_commit", _at_checkpoint("the commit", _is_committing, _kill_all), _KILLED),
-        Fault("kill_in_eval", _at_checkpoint("the evaluation", _is_evaluating, _kill_all), _KILLED, _BOTH),
-        Fault("sigterm", _terminate, _ASKED, _BOTH),
-        Fault("sigterm_in_startup", _at("start-up", _is_starting, _ask), _ASKED),
-        Fault("sigterm_in_eval", _at_checkpoint("the evaluation", _is_evaluating, _ask), _ASKED),
-        Fault("sigint_twice", _interrupt_twice, _ASKED | _KILLED),
-        Fault("stop_and_continue", _suspend, frozenset({Reason.DONE}), ("cached", "streaming", "two_processes")),
-        Fault("second_writer", _second_writer, frozenset({Reason.DONE}), ("cached", "streaming")),
-        Fault("failing_writes", _failing_writes, _FAILED),
-        Fault("read_only", _read_only, _FAILED),
-        Fault("folder_removed", _remove_folder, _FAILED),
-        *_CHECKPOINT,
-        Fault("flip_iterator", _in_checkpoint(_flip, "iterator"), on_folder=True, settings=("streaming",)),
-        Fault("flip_all_checkpoints", _damage_all, on_folder=True),
-        Fault("empty_checkpoint", _empty_checkpoint, on_folder=True),
-        *_RUN,
-        Fault("torn_metrics", _torn_line, on_folder=True, settings=("cached", "streaming")),
+        Fault("kill", _kill, _KILLED, (*_ALL, "bucket")),
+        Fault("kill_one", _kill_one, _FAILED | {Reason.SOME_FAILED}, ("two_processes", "sweep_processes")),
+        Fault("kill_in_startup", _at("start-up", _is_starting, Run.kill), _KILLED, _ALL),
+        Fault("kill_in_compile", _at("compilation", _is_compiling, Run.kill), _KILLED, _ALL),
+        Fault("kill_in_save", _at_checkpoint("the save", _is_saving, Run.kill), _KILLED, _ALL),
+        Fault("kill_in_commit", _at_checkpoint("the commit", _is_committing, Run.kill), _KILLED, _ALL),
+        Fault("kill_in_eval", _at_checkpoint("the evaluation", _is_evaluating, Run.kill), _KILLED, _ALL),
+        Fault("sigterm", _terminate, _ASKED, (*_ALL, "bucket")),
+        Fault("sigterm_in_startup", _at("start-up", _is_starting, _ask), _ASKED, _ALL),
+        Fault("sigterm_in_eval", _at_checkpoint("the evaluation", _is_evaluating, _ask), _ASKED, _ALL),
+        Fault("sigint_twice", _interrupt_twice, _ASKED | _KILLED, _ALL),
+        Fault("stop_and_continue", _suspend, _DONE, _ALL),
+        Fault("second_writer", _second_writer, _DONE, ("cached", "streaming")),
+        *_STORAGE,
+        *_DAMAGE,
     )
 }
