@@ -10,7 +10,9 @@ of the examples' gradients the bare loop uses the plain gradient and `optax.adam
 loop's folder is on local disk; with --gin.MODEL_DIR="'gs://...'" (or any other) a second loop writes there, and
 `storage_overhead` is the ratio of its step time to the first one's, minus one (the median of the rounds' ratios). What a
 round has left in the queue of metrics is written before the next one begins, and not timed: let a round take longer than the
-10 seconds after which a part of the metrics is uploaded.
+10 seconds after which a part of the metrics is uploaded. With --gin.SAVE_PERIOD=10 a further loop saves a checkpoint every
+ten steps; `saving_overhead` is the same ratio for it, of the times between steps: the end of a run, which waits for its last
+checkpoint, is not among them.
 
 The second times mean and mean square of a small model's per-example gradients, computed by a loop, `vmap`,
 `optax.microbatching.micro_grad` and the engine (`surgery`; with clip_norm `clipped`, in one backward pass, and `two
@@ -66,7 +68,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -74,15 +76,17 @@ import optax
 from etils import epath
 
 from perex_t5x import loop
+from perex_t5x.arguments import PositiveInt
 from perex_t5x.checkpoints import Checkpointer
 from perex_t5x.cli.progress import Progress
 from perex_t5x.data.feed import make_feed
 from perex_t5x.metrics import MetricsWriter, flops_per_step, model_flops_utilization
 from perex_t5x.models import protocol
 from perex_t5x.partitioning import PjitPartitioner
+from perex_t5x.run_dir import tree_bytes
 from perex_t5x.train import Setup, timed
 from perex_t5x.trainer import Trainer, TrainState
-from perex_t5x.utils import DatasetConfig
+from perex_t5x.utils import DatasetConfig, SaveCheckpointConfig
 
 _Name = TypeVar("_Name")
 
@@ -115,6 +119,7 @@ def benchmark(
     steps: int = 50,
     rounds: int = 5,
     model_dir: str | None = None,
+    save_period: PositiveInt | None = None,
     pause: float = 0.0,
     dry_run: bool = False,
 ) -> dict[str, Any]:
@@ -126,6 +131,7 @@ def benchmark(
       steps: per round.
       rounds: of each loop, taking turns.
       model_dir: where another loop writes; None: there is none. A folder in it is made, and removed at the end.
+      save_period: steps between the checkpoints of another loop, in `model_dir` if there is one; None: there is none.
       pause: seconds that each step of the training loop waits without computing, as if it were chips that do. On a machine
         whose cores are its devices, whatever else they do is in every ratio.
       dry_run: stop after all checks.
@@ -145,13 +151,20 @@ def benchmark(
         time.sleep(pause)
         return step_fn(*arguments)
 
+    def framework(parent: str | None, paces: list[float], saves: SaveCheckpointConfig | None = None) -> Iterator[float]:
+        state = setup.init(jax.random.key(0))
+        return _framework_rounds(trainer, paused, feed, state, steps, parent, saves, paces)
+
+    paces: dict[str, list[float]] = {"framework": [], "storage": [], "saving": []}
     loops = {
-        "framework": _framework_rounds(trainer, paused, feed, setup.init(jax.random.key(0)), steps, None),
+        "framework": framework(None, paces["framework"]),
         "bare": _bare_rounds(trainer, feed, setup.init(jax.random.key(0)), setup.shardings, steps),
     }
     if model_dir is not None:
-        state = setup.init(jax.random.key(0))
-        loops["storage"] = _framework_rounds(trainer, paused, feed, state, steps, model_dir)
+        loops["storage"] = framework(model_dir, paces["storage"])
+    if save_period is not None:
+        saves = SaveCheckpointConfig(period=save_period, keep=1)
+        loops["saving"] = framework(model_dir, paces["saving"], saves)
     for one in loops.values():
         next(one)  # warm up
     times = in_turns({kind: functools.partial(_seconds, one, steps) for kind, one in loops.items()}, rounds)
@@ -186,10 +199,17 @@ def benchmark(
     if model_dir is not None:
         result |= {"model_dir": model_dir, "storage_step_seconds_all": times["storage"]}
         # Round by round: what else the machine does changes from one to the next.
-        ratios = [there / here for there, here in zip(times["storage"], times["framework"], strict=True)]
-        result["storage_overhead"] = statistics.median(ratios) - 1
+        result["storage_overhead"] = statistics.median(_ratios(times["storage"], times["framework"])) - 1
+    if save_period is not None:
+        ratios = _ratios(paces["saving"][1:], paces["framework"][1:])  # the first round warmed up
+        result |= {"saving_overhead": statistics.median(ratios) - 1, "saving_overhead_all": [r - 1 for r in ratios]}
+        result |= {"save_period": save_period, "checkpoint_bytes": tree_bytes(setup.shapes)}
     print(json.dumps(result))
     return result
+
+
+def _ratios(values: Sequence[float], baseline: Sequence[float]) -> list[float]:
+    return [value / base for value, base in zip(values, baseline, strict=True)]
 
 
 def _seconds(rounds: Iterator[float], steps: int) -> float:
@@ -212,18 +232,34 @@ def _folder_in(parent: str | None) -> Iterator[str]:
 
 
 def _framework_rounds(
-    trainer: Trainer, step_fn: Any, feed: Any, state: TrainState, steps: int, parent: str | None
+    trainer: Trainer,
+    step_fn: Any,
+    feed: Any,
+    state: TrainState,
+    steps: int,
+    parent: str | None,
+    saves: SaveCheckpointConfig | None,
+    paces: list[float],
 ) -> Iterator[float]:
-    """Seconds of `steps` steps in the training loop, again and again; its folder is in `parent`."""
+    """Seconds of `steps` steps in the training loop, again and again; its folder is in `parent`.
+
+    `paces` gets each round's seconds between the calls of two steps: the loop makes one when that before the last has ended.
+    """
+    calls: list[float] = []
+
+    def noted_step(*arguments: Any) -> Any:
+        calls.append(time.monotonic())
+        return step_fn(*arguments)
+
     with (
         _folder_in(parent) as folder,
-        contextlib.closing(Checkpointer(folder, None)) as checkpointer,
+        contextlib.closing(Checkpointer(folder, saves)) as checkpointer,
         contextlib.closing(MetricsWriter(folder)) as writer,
     ):
         while True:
             run = loop.Loop(
                 trainer=trainer,
-                step_fn=step_fn,
+                step_fn=noted_step,
                 feed=feed,
                 evaluators=(),
                 checkpointer=checkpointer,
@@ -240,6 +276,8 @@ def _framework_rounds(
             state = jax.block_until_ready(run(state))
             seconds = time.monotonic() - begun
             writer.flush()  # else it would be another loop's time
+            paces.append((calls[-1] - calls[0]) / max(1, len(calls) - 1))
+            calls.clear()
             yield seconds
 
 

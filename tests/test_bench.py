@@ -20,7 +20,7 @@ def test_turns_alternate():
 def test_the_training_loop_beside_a_bare_one(capsys, tmp_path):
     files = ("models/tiny.gin", "runs/bench.gin")
     small = ("models.T5Config.num_decoder_layers = 1", "STEPS = 2", "ROUNDS = 2", "BATCH_SIZE = 8")
-    small += (f"MODEL_DIR = '{tmp_path}/there'",)
+    small += (f"MODEL_DIR = '{tmp_path}/there'", "SAVE_PERIOD = 1")
     tiny.configure(*small, files=files)
     result = gin.get_configurable(bench.benchmark)()
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
@@ -31,6 +31,8 @@ def test_the_training_loop_beside_a_bare_one(capsys, tmp_path):
     assert result["storage_overhead"] == pytest.approx((first + second) / 2 - 1) and not list(
         (tmp_path / "there").iterdir()
     )
+    assert result["saving_overhead"] == pytest.approx(sum(result["saving_overhead_all"]) / 2)
+    assert result["checkpoint_bytes"] > 1000 and len(result["saving_overhead_all"]) == 2
     assert result["tokens_per_second"] == pytest.approx(8 * 16 * result["steps_per_second"])
 
 
