@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,11 @@ from perex_t5x import checkpoint_files, checksums, metric_files
 from perex_t5x.cli import status
 from perex_t5x.data import stores
 from perex_t5x.data.streaming import read_arrays
+from perex_t5x.data.text_source import TextFilesSource
+from perex_t5x.distributed import rendezvous
 from perex_t5x.errors import ConfigError
+from perex_t5x.experiments.report import load
+from tests.distributed import support
 from tests.test_checkpoint_files import KINDS, largest, restore, run, saved  # noqa: F401 (fixtures)
 
 PACKAGE = Path(__file__).resolve().parent.parent / "perex_t5x"
@@ -125,3 +130,44 @@ def test_hostile_files_of_a_run(tmp_path, bomb):
     (tmp_path / "status.json").write_bytes(bomb)
     assert [row["step"] for row in metric_files.read_rows(str(tmp_path))] == [1]
     assert status.read(str(tmp_path)) is None
+
+
+def test_a_hostile_corpus(tmp_path, bomb):
+    """It is text, whatever it is."""
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_bytes(bomb)
+    files = {"train": [("a.txt", str(tmp_path / "a.txt"))], "validation": [("b.txt", str(tmp_path / "b.txt"))]}
+    source = TextFilesSource(lambda: files, description="a corpus", how_to_fix="")
+    assert source.digest("train")
+    (document,) = source.get_dataset("train", shuffle=False).as_numpy_iterator()
+    assert document["text"].decode()  # with U+FFFD for what is no text
+
+
+def test_a_hostile_report_folder(tmp_path, bomb, monkeypatch):
+    """A report reads texts and JSON; what a configuration imports is not imported, since it may be a stranger's."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "hostile.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'exploded')!r})\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    for name, config in (("plain", b"import hostile\nhostile.run.x = @hostile.run()\n"), ("binary", bomb)):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.gin").write_bytes(config)
+        (folder / "metrics.jsonl").write_bytes(bomb + b'\n{"step": 1, "name": "train", "loss": 2.0}\n')
+        (folder / "result.json").write_bytes(bomb)
+    (runs,) = load.load_folders([str(tmp_path / "runs")])
+    assert len(runs.runs) == 2 and "hostile" not in sys.modules
+    (tmp_path / "runs" / "sweep.json").write_bytes(bomb)
+    with pytest.raises(ConfigError):
+        load.load_folders([str(tmp_path / "runs")])
+
+
+def test_no_secret_is_written_down(tmp_path):
+    """Neither the secret of the coordination port nor a token in the environment is in what a run leaves or prints."""
+    secrets = {rendezvous.SECRET: "correct horse battery staple", "GOOGLE_AUTH_TOKEN_FOR_TESTING": "ya29.a-token"}
+    arguments = support.train_arguments(tmp_path / "run", "TRAIN_STEPS = 1", "models.T5Config.num_decoder_layers = 1")
+    code, output = support.run(*arguments, processes=1, devices=1, **secrets)
+    assert code == 0, output
+    written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(written) > 10
+    for secret in secrets.values():
+        assert secret not in output and not any(secret.encode() in content for content in written)
