@@ -246,6 +246,7 @@ _KILLED, _ASKED, _DONE = (
     frozenset(ends) for ends in ({Reason.KILLED}, {Reason.INTERRUPTED, Reason.DONE}, {Reason.DONE})
 )
 _FAILED = frozenset({Reason.ERROR, Reason.NO_SPACE, Reason.PEER_LOST, Reason.KILLED, Reason.UNREACHABLE})
+_REFUSED = frozenset({Reason.CONFIGURATION})  # somebody has to grant a permission: no restart mends that
 _ONE = ("cached", "streaming", "other_mesh", "streaming_other_mesh")  # process
 _SWEEPS = ("sweep_together", "sweep_processes")
 _ALL = (*_ONE, "two_processes", *_SWEEPS)
@@ -297,7 +298,7 @@ _STORAGE = [
     _on_bucket("storage_busy", storage.failing("429 and 503", writes_per_second=1, rules=[_BUSY]), _DONE),
     _on_bucket("storage_torn", storage.failing("connections that end", rules=_TORN), _DONE),
     _on_bucket("storage_slow", storage.failing("slow", latency=0.03, bytes_per_second=300_000), _DONE),
-    _on_bucket("storage_denied", storage.failing_later("403", deny=["storage.objects.create"]), _FAILED),
+    _on_bucket("storage_denied", storage.failing_later("403", deny=["storage.objects.create"]), _REFUSED),
     _on_bucket("storage_outage", storage.failing_later("503", rules=[{"action": "answer", "code": 503}]), _FAILED),
 ]
 FAULTS = {

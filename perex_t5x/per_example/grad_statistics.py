@@ -19,7 +19,7 @@ from perex_t5x.per_example.engine.accumulate import (
     finish,
 )
 from perex_t5x.per_example.engine.references import METHODS
-from perex_t5x.per_example.engine.request import Inputs, Options, Request, Roles, parameter_filter
+from perex_t5x.per_example.engine.request import Inputs, Options, Request, Roles, closed_over, parameter_filter
 from perex_t5x.per_example.reductions import held
 from perex_t5x.per_example.results import GradStatistics, PerExample
 from perex_t5x.per_example.statistic import Statistic, canonical
@@ -68,7 +68,9 @@ def grad_statistics(
     Args:
       loss_fn: loss_fn(params, batch, ...) -> loss, or (loss, aux). Called with one example, its leading axis kept.
       statistics: names ('mean', 'mean_square', 'mean_sign') or `Statistic` objects.
-      method: 'surgery'; or a reference: 'vmap', which materialises every example's gradient, or 'loop', a Python loop.
+      method: 'surgery'; or a reference: 'vmap', which materialises every example's gradient; 'map', one example after
+        another on the device, for losses that cannot be batched (`jax.lax.ragged_dot`) or whose effects are ordered; or
+        'loop', a Python loop.
       argnums, batch_argnums: what is differentiated, and what has an axis of examples.
       has_aux: whether the loss returns (loss, aux).
       group_size: b consecutive examples form one unit.
@@ -77,7 +79,7 @@ def grad_statistics(
       unit: 'example'; or 'token': one application position of a weight (`perex_t5x.per_example.reductions.tokens`).
       token_fallback: with unit='token', take the example as the unit where a parameter has no positions; else an error.
       reduction: what the batch loss is of the examples' losses: their 'mean', or their 'sum' (then g_i = B ∇ℓ_i).
-      rng_argnums: PRNG keys; example i gets fold_in(key, i).
+      rng_argnums: PRNG keys, or trees of them; example i gets fold_in(key, i).
       parameters: which parameters, by name ('layers/w'): a regular expression to search for, or a function. The others
         are held constant, and the statistics have None in their place.
       norms: also the norm of each unit's gradient (before clipping).
@@ -186,9 +188,11 @@ class Compute:
     _holdings: dict[Any, Holding] = dataclasses.field(default_factory=dict)
 
     def __call__(
-        self, *arguments: Any, weights: jax.Array | None = None, first_index: Any = 0
+        self, *arguments: Any, weights: jax.Array | None = None, first_index: Any = 0, **keywords: Any
     ) -> tuple[GradStatistics, PerExample]:
-        """The statistics for these arguments of the loss.
+        """The statistics for these arguments of the loss, positional and by keyword.
+
+        As under `jax.grad`, keyword arguments are the same for all examples, and what is no array reaches the loss as it is.
 
         Args:
           weights: one per example, outside φ; 0 leaves an example out. Within a group, h_j is the weighted mean and w_j
@@ -196,16 +200,17 @@ class Compute:
           first_index: of the batch's first example in the global batch; example i's key is fold_in(key, first_index + i).
             With `data_axes` the devices' parts are counted automatically.
         """
-        return self._run(arguments, weights, first_index)[:2]
+        return self._run(*closed_over(self.loss_fn, arguments, keywords, self.options.roles), weights, first_index)[:2]
 
-    def trace(self, *arguments: Any) -> ReductionTrace:
+    def trace(self, *arguments: Any, **keywords: Any) -> ReductionTrace:
         """How these arguments (or their shapes) are computed; nothing is run."""
         seen: list[ReductionTrace] = []
-        jax.eval_shape(lambda *traced: seen.append(self._run(traced, None, 0)[2]), *arguments)
+        loss_fn, arguments = closed_over(self.loss_fn, arguments, keywords, self.options.roles)
+        jax.eval_shape(lambda *traced: seen.append(self._run(loss_fn, traced, None, 0)[2]), *arguments)
         return seen[0]
 
-    def _run(self, arguments: tuple[Any, ...], weights: Any, first_index: Any) -> Any:
-        request = Request.make(self.loss_fn, self.options, arguments, weights, first_index)
+    def _run(self, loss_fn: Callable[..., Any], arguments: tuple[Any, ...], weights: Any, first_index: Any) -> Any:
+        request = Request.make(loss_fn, self.options, arguments, weights, first_index)
         key = request.shapes()
         if self.options.microbatch_size != "auto":
             holding = self._holding(request, key, request.microbatch)

@@ -27,6 +27,7 @@ from perex_t5x.per_example.engine.plan import (
     Node,
     Permuted,
     Producer,
+    is_needed,
     make_plan,
 )
 from perex_t5x.per_example.engine.rewrites import rewrite
@@ -151,7 +152,7 @@ def run(
     due = plan.due(jaxpr)
     reductions = {i: reduce(plan.nodes[i], specs[i]) for i in due.get(0, ())}
     for count, eqn in enumerate(jaxpr.eqns, 1):
-        if id(eqn) not in plan.deferred and any(v in plan.needed for v in eqn.outvars):
+        if id(eqn) not in plan.deferred and is_needed(eqn, plan.needed):
             execute(eqn)
         reductions.update((i, reduce(plan.nodes[i], specs[i])) for i in due.get(count, ()))
     results = [(None, False) if i in specs else read(v) for i, v in enumerate(jaxpr.outvars)]

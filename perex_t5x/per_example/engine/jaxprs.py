@@ -49,7 +49,13 @@ def bind_batched(
     # spmd_axis_name=(): the example axis lies on no mesh axis. Left out, a sharding constraint inside the loss would say
     # nothing about it, and the compiler would be free to divide the examples over the model axes.
     over_examples = jax.vmap(lambda *x: tuple(bind(eqn, x)), in_axes=in_axes, out_axes=out_axes, spmd_axis_name=())
-    return over_examples(*arguments), flags
+    try:
+        return over_examples(*arguments), flags
+    except NotImplementedError as e:
+        raise NotImplementedError(
+            f"JAX cannot compute {eqn.primitive.name} for several examples at once ({e}). method='map' computes one example "
+            "after another."
+        ) from e
 
 
 def closed(jaxpr: Any) -> core.ClosedJaxpr:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -321,12 +321,17 @@ def _parts(
     return used, boxes
 
 
+def is_needed(eqn: core.JaxprEqn, needed: Container[core.Var]) -> bool:
+    """Whether an equation has to run: for its results, or for what it does besides (a print, a callback, a check)."""
+    return bool(eqn.effects) or any(v in needed for v in eqn.outvars)
+
+
 def _needed(jaxpr: core.Jaxpr, nodes: dict[int, Node], deferred: set[int]) -> set[core.Var]:
     """Variables that the plain results and the nodes' leaves depend on."""
     needed = {v for i, v in enumerate(jaxpr.outvars) if i not in nodes and isinstance(v, core.Var)}
     needed.update(v for node in nodes.values() for v in inputs_of(node))
     # Backwards, so that one pass is enough. Deferred equations need nothing for all examples: their leaves are in already.
     for eqn in reversed(jaxpr.eqns):
-        if id(eqn) not in deferred and any(v in needed for v in eqn.outvars):
+        if id(eqn) not in deferred and is_needed(eqn, needed):
             needed.update(v for v in eqn.invars if isinstance(v, core.Var))
     return needed

@@ -1,4 +1,4 @@
-"""How the gradients of all units are made and reduced: by surgery on the gradient's program, or by one of two references."""
+"""How the gradients of all units are made and reduced: by surgery on the gradient's program, or by one of the references."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ Result = tuple[Any, list[ReductionResult]]
 
 def by_surgery(request: Request, context: ReductionContext, inputs: Inputs, initial: Sequence[Any] | None) -> Result:
     program, out = trace(request.unit_gradient(), inputs)
+    _refuse_order(program)
     leaves, tree = jax.tree.flatten(out)
     num_grads = len(inputs.differentiated)
     first = len(leaves) - num_grads
@@ -46,7 +47,7 @@ def by_surgery(request: Request, context: ReductionContext, inputs: Inputs, init
 
 def by_vmap(request: Request, context: ReductionContext, inputs: Inputs, initial: Sequence[Any] | None) -> Result:
     """A reference: all gradients, then φ, then the sum."""
-    _refuse_devices(request, context, inputs)
+    _refuse_order(_refuse_devices(request, context, inputs))
     rows = unit_rows(inputs)
     # Parameters are not mapped over: `vmap` then gives each unit's gradient of the same ones.
     in_axes = (None, None, *(None if r is None else 0 for r in rows))
@@ -55,6 +56,30 @@ def by_vmap(request: Request, context: ReductionContext, inputs: Inputs, initial
     reduced = [
         reducer.all_at_once(context, g, "vmap", initial=None if initial is None else initial[i])
         for i, g in enumerate(grads)
+    ]
+    return per_unit, reduced
+
+
+def by_map(request: Request, context: ReductionContext, inputs: Inputs, initial: Sequence[Any] | None) -> Result:
+    """One unit after another in a loop on the device (`lax.map`): one unit's gradients and the sums exist at a time, and
+    nothing in the loss has to have a batching rule."""
+    _refuse_devices(request, context, inputs)
+    gradient = request.unit_gradient()
+
+    def step(totals: list[Any], x: Any) -> tuple[list[Any], Any]:
+        row, weight, scale = x
+        (_, mine), grads = gradient(inputs.differentiated, inputs.others, *row)
+        grads = [reducer.at_least_f32(g) for g in grads]
+        totals = [context.added(sums, g, weight, scale) for sums, g in zip(totals, grads, strict=True)]
+        return totals, (mine, [jnp.sum(jnp.square(g)) for g in grads] if context.norms else None)
+
+    shapes = [jax.eval_shape(reducer.at_least_f32, x) for x in inputs.differentiated]
+    begin = [context.begin(initial and initial[i], s.shape, s.dtype) for i, s in enumerate(shapes)]
+    rows = (unit_rows(inputs), context.weights_N, context.scales_N)
+    totals, (per_unit, squares) = reducer.over_examples(step, begin, rows, context.num_examples)
+    reduced = [
+        ReductionResult(sums, squares and squares[i], "map", s.size * s.dtype.itemsize)
+        for i, (sums, s) in enumerate(zip(totals, shapes, strict=True))
     ]
     return per_unit, reduced
 
@@ -82,8 +107,26 @@ def by_loop(request: Request, context: ReductionContext, inputs: Inputs, initial
     return jax.tree.map(lambda *x: jnp.stack(x), *per_unit), reduced
 
 
-def _refuse_devices(request: Request, context: ReductionContext, inputs: Inputs) -> None:
-    """The references differentiate as JAX does: a gradient that ends in a sum over devices is not an example's."""
+def _refuse_order(program: Any) -> None:
+    """Examples that are computed together are in no order, in which callbacks could be made."""
+    eqns = list(program.jaxpr.eqns)
+    while eqns:
+        eqn = eqns.pop()
+        if eqn.params.get("ordered"):
+            where = ", ".join(filter(None, [eqn.primitive.name, jaxprs.source_line([eqn])]))
+            raise ValueError(
+                f"the loss has an ordered effect ({where}), and examples are computed together, in no order. Use "
+                "ordered=False; or method='map', one example after another."
+            )
+        eqns += [inner for body in jaxprs.inner(eqn) for inner in body.eqns]
+
+
+def _refuse_devices(request: Request, context: ReductionContext, inputs: Inputs) -> Any:
+    """The references differentiate as JAX does: a gradient that ends in a sum over devices is not an example's.
+
+    Returns:
+      The gradient program of one unit.
+    """
     program, _ = trace(request.unit_gradient(), inputs)
     shared = len(jax.tree.leaves((inputs.differentiated, inputs.others)))
     depends = jaxprs.dependent(program.jaxpr, [i >= shared for i in range(len(program.jaxpr.invars))])
@@ -92,6 +135,7 @@ def _refuse_devices(request: Request, context: ReductionContext, inputs: Inputs)
             shard_map.refuse(eqn, jaxprs.are_in(eqn.invars, depends), context.device_axes)
         except shard_map.MixesDevicesError as e:
             raise e.located(program) from None
+    return program
 
 
-METHODS = {"surgery": by_surgery, "vmap": by_vmap, "loop": by_loop}
+METHODS = {"surgery": by_surgery, "vmap": by_vmap, "map": by_map, "loop": by_loop}

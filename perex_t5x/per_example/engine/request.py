@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -97,8 +97,13 @@ class Selected:
         if not any(chosen):
             listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise ValueError(f"parameters selects none of the parameters: {listed or 'there are none'}.")
-        # Complex parameters, too: φ of a complex gradient, and conventions of its conjugate, are not defined here.
         for name, leaf, c in zip(names, leaves, chosen, strict=True):
+            if c and jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+                raise ValueError(
+                    f"parameter {name} has dtype {jnp.result_type(leaf)}: φ of a complex gradient is not defined here. Give "
+                    "its real and its imaginary part as two parameters, and join them in the loss with "
+                    "jax.lax.complex(re, im); or leave it out with parameters=..."
+                )
             if c and not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
                 raise ValueError(
                     f"parameter {name} has dtype {jnp.result_type(leaf)}, which has no gradient: leave it out with "
@@ -151,6 +156,50 @@ class Selected:
             raise ValueError(f"shardings does not have the parameters' structure: {e}") from e
         chosen = [s for s, c in zip(every, self.chosen, strict=True) if c]
         return [AutoSharding.of(s, len(shape)) for s, shape in zip(chosen, self.shapes, strict=True)]
+
+
+def closed_over(
+    loss_fn: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any], roles: Roles
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A loss of arrays alone, and its arguments: the loss's extra arguments that are none (a flag, a name, a function) reach
+    it as they are, as they do under `jax.grad`, and so do keyword arguments."""
+    extra = {
+        i: a for i, a in enumerate(arguments) if i not in (*roles.argnums, *roles.batch_argnums, *roles.rng_argnums)
+    }
+    leaves, tree = jax.tree.flatten((extra, dict(keywords)))
+    is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
+    if not keywords and all(is_array):
+        return loss_fn, arguments
+    statics = [None if a else x for x, a in zip(leaves, is_array, strict=True)]
+
+    def loss(*given: Any) -> Any:
+        *positional, arrays = given
+        mine = iter(arrays)
+        extra, keywords = tree.unflatten([next(mine) if a else x for x, a in zip(statics, is_array, strict=True)])
+        return loss_fn(*(extra.get(i, a) for i, a in enumerate(positional)), **keywords)
+
+    arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
+    return loss, (*(None if i in extra else a for i, a in enumerate(arguments)), arrays)
+
+
+def _check_keys(arguments: Sequence[Any], options: Options) -> None:
+    for i in options.roles.rng_argnums:
+        for path, key in jax.tree_util.tree_leaves_with_path(arguments[i]):
+            name = f"rng_argnums names argument {i}{jax.tree_util.keystr(path)}, which"
+            dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+            is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+            if not (is_typed and shape == ()) and not (dtype == jnp.uint32 and shape in ((2,), (4,))):
+                what = f"{dtype}{list(shape)}" if dtype is not None and shape is not None else repr(key)
+                raise ValueError(
+                    f"{name} is not a PRNG key but {what}. Give jax.random.key(seed), or a tree of such keys."
+                )
+            implementation = str(jax.random.key_impl(key)) if is_typed else {2: "threefry2x32", 4: "rbg"}[shape[0]]
+            if "rbg" in implementation and options.method in ("surgery", "vmap"):
+                raise ValueError(
+                    f"{name} is a key of {implementation!r}: drawn for several examples at once, its numbers are not those "
+                    "drawn for each alone, so that dropout would change with microbatch_size. Use "
+                    "jax.random.key(seed, impl='threefry2x32'), or method='map'."
+                )
 
 
 def _tuple(x: int | Sequence[int]) -> tuple[int, ...]:
@@ -271,6 +320,7 @@ class Request:
             micro = int(options.microbatch_size) // b
         elif options.microbatch_size not in (None, "auto"):
             check_divides("microbatch_size", options.microbatch_size, "the number of examples", count)
+        _check_keys(arguments, options)
         selected = Selected.make(arguments, roles, options.parameters)
         shard_map.check_data_axes(options.data_axes)
         # Examples are numbered over all devices: a key's fold_in, and so dropout, must not depend on the mesh.
@@ -336,11 +386,10 @@ class Request:
         def example(differentiated: Any, others: Any, row: Any, index: jax.Array) -> Any:
             full = self.selected.fill(differentiated, others, self.arity)
             for i in roles.rng_argnums:
-                full[i] = jax.random.fold_in(full[i], index)
+                full[i] = jax.tree.map(lambda key: jax.random.fold_in(key, index), full[i])
             for i, a in zip(roles.batch_argnums, row, strict=True):
                 full[i] = jax.tree.map(lambda x: x[None], a)  # the loss expects a batch, if of one
-            out = self.loss_fn(*full)
-            loss, aux = out if options.has_aux else (out, None)
+            loss, aux = _with_aux(self.loss_fn(*full), options.has_aux)
             return _scalar(loss), aux
 
         def unit(differentiated: Any, others: Any, batch: Any, indices_b: jax.Array, weights_b: Any) -> Any:
@@ -370,6 +419,25 @@ def _weights(weights: Any, count: int, b: int) -> jax.Array | None:
         raise ValueError(f"weights has shape {weights.shape}: one per example is needed, ({count},).")
     # Integer and bfloat16 weights: their sums would be wrong, or rounded.
     return weights.astype(jnp.promote_types(weights.dtype, jnp.float32)).reshape(-1, b)
+
+
+def _with_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    if not has_aux:
+        if isinstance(out, tuple | list | dict):
+            raise ValueError(
+                f"the loss returns a {type(out).__name__}; it must return a scalar. If it is (loss, aux), say has_aux=True."
+            )
+        return out, None
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        what = (
+            f"{len(out)} values"
+            if isinstance(out, tuple | list)
+            else "one array"
+            if hasattr(out, "shape")
+            else repr(out)
+        )
+        raise ValueError(f"has_aux=True: the loss must return (loss, aux), but it returns {what}.")
+    return out[0], out[1]
 
 
 def _scalar(loss: Any) -> jax.Array:

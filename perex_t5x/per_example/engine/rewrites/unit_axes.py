@@ -99,7 +99,9 @@ def _rule(eqn: core.JaxprEqn) -> Rule | None:
         widths = zip(jaxprs.shape_of(eqn.invars[0]), eqn.params["padding_config"], strict=True)
         return _pad if all(size != 1 or width == (0, 0, 0) for size, width in widths) else None
     if name == "slice":
-        return _slice
+        # A slice of nothing along an axis of size one: the result has that axis, of size zero.
+        sizes = zip(jaxprs.shape_of(eqn.invars[0]), jaxprs.shape_of(eqn.outvars[0]), strict=True)
+        return _slice if all(cut == 1 for size, cut in sizes if size == 1) else None
     return _RULES.get(name)
 
 
