@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from perex_t5x.per_example.engine import explicit_axes
 from perex_t5x.per_example.engine.accumulate import (
     Holding,
     ReductionTrace,
@@ -19,7 +20,16 @@ from perex_t5x.per_example.engine.accumulate import (
     finish,
 )
 from perex_t5x.per_example.engine.references import METHODS
-from perex_t5x.per_example.engine.request import Inputs, Options, Request, Roles, closed_over, parameter_filter
+from perex_t5x.per_example.engine.request import (
+    Inputs,
+    Options,
+    Request,
+    Roles,
+    Selected,
+    closed_over,
+    num_examples,
+    parameter_filter,
+)
 from perex_t5x.per_example.reductions import held
 from perex_t5x.per_example.results import GradStatistics, PerExample
 from perex_t5x.per_example.statistic import Statistic, canonical
@@ -200,7 +210,43 @@ class Compute:
           first_index: of the batch's first example in the global batch; example i's key is fold_in(key, first_index + i).
             With `data_axes` the devices' parts are counted automatically.
         """
-        return self._run(*closed_over(self.loss_fn, arguments, keywords, self.options.roles), weights, first_index)[:2]
+        loss_fn, arguments = closed_over(self.loss_fn, arguments, keywords, self.options.roles)
+        if (mesh := explicit_axes.mesh_of((arguments, weights))) is not None:
+            return self._with_explicit_axes(mesh, loss_fn, arguments, weights, first_index)
+        return self._run(loss_fn, arguments, weights, first_index)[:2]
+
+    def _with_explicit_axes(
+        self, mesh: Any, loss_fn: Callable[..., Any], arguments: tuple[Any, ...], weights: Any, first_index: Any
+    ) -> tuple[GradStatistics, PerExample]:
+        """See `engine.explicit_axes`: each device computes the statistics of the examples that it has."""
+        options, roles = self.options, self.options.roles
+        count = num_examples(arguments, roles)
+        selected = Selected.make(arguments, roles, options.parameters)
+        first_leaf = jax.tree.leaves(arguments[roles.batch_argnums[0]])[0]
+        lies = explicit_axes.Layout.of(mesh, first_leaf, count // options.group_size if options.group_size else 0)
+        mine = dataclasses.replace(options, data_axes=(*options.data_axes, *lies.data_axes))
+        compute = dataclasses.replace(self, options=mine, _sizes={}, _holdings={})
+        known: dict[str, Any] = {}
+
+        def run(arguments: tuple[Any, ...], weights: Any, first_index: Any) -> tuple[GradStatistics, PerExample]:
+            statistics, per_unit = compute._run(loss_fn, arguments, weights, first_index)[:2]
+            # Counts that are known without computing stay so: what asks for two examples can then say that there is one.
+            known.update(
+                {k: v for k in ("count", "num_groups") if not isinstance(v := getattr(statistics, k), jax.Array)}
+            )
+            return statistics, per_unit
+
+        def results(averages: Any, examples: Any, groups: Any, whole: Any) -> tuple[GradStatistics, PerExample]:
+            statistics = GradStatistics(averages, whole, whole, whole, whole, options.group_size, whole)
+            return statistics, PerExample(examples, groups, examples, whole)
+
+        batched = tuple(i in roles.batch_argnums for i in range(len(arguments)))
+        like = [lies.sharding_of(x) for x in selected.leaves(arguments)]
+        averages = selected.trees({s.name: like for s in options.statistics})
+        statistics, per_unit = lies.run(
+            run, (arguments, weights, jnp.asarray(first_index, jnp.uint32)), (batched, True, False), results, averages
+        )
+        return dataclasses.replace(statistics, **known), per_unit
 
     def trace(self, *arguments: Any, **keywords: Any) -> ReductionTrace:
         """How these arguments (or their shapes) are computed; nothing is run."""

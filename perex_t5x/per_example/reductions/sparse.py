@@ -73,7 +73,8 @@ def _combine(ids_T: jax.Array, rows_TxD: jax.Array, num_rows: int) -> tuple[jax.
 def _zero_at_zero(context: ReductionContext, dtype: jnp.dtype) -> list[bool] | None:
     """Of each φ, whether φ(0) = 0; None if some φ(0) is not finite (it could not be subtracted again) or not known."""
     try:
-        with jax.ensure_compile_time_eval():
+        # Outside of any mesh: JAX cannot compute at once where axes are manual.
+        with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             at_zero = [s.fn(jnp.zeros((), dtype)) for s in context.statistics]
             if not all(jnp.isfinite(z) for z in at_zero):
                 return None
