@@ -67,7 +67,7 @@ def test_sizes_that_do_not_divide(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "graph"}, "method = 'graph': must be one of surgery, vmap, loop"),
+        ({"method": "graph"}, "method = 'graph': must be one of surgery, vmap, map, loop"),
         ({"reduction": "max"}, "reduction = 'max': must be one of mean, sum"),
         ({"non_finite": "drop"}, "non_finite = 'drop': must be one of"),
         ({"clip_norm": 0.0}, "clip_norm = 0.0: must be positive"),
