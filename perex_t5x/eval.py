@@ -67,7 +67,8 @@ def evaluate(
     for path in paths:
         params = restore_params(model, partitioner, path, restore_checkpoint_cfg, dataset_cfg)
         step = checkpoints.step_of(path) or 0
-        results[step] = evaluator.evaluate(step, params)
+        with run_dir.explained_writes(output_dir, "EVAL_OUTPUT_DIR"):  # by SeqIO's loggers
+            results[step] = evaluator.evaluate(step, params)
         for task, metrics in results[step].items():
             line = json.dumps({"step": step, "name": task, **metrics})
             if is_writer:
@@ -75,5 +76,6 @@ def evaluate(
             lines.append(line + "\n")
     if is_writer:
         written = epath.Path(output_dir) / "metrics.jsonl"
-        files.write_atomically(written, (written.read_text() if written.exists() else "") + "".join(lines))
+        with run_dir.explained_writes(output_dir, "EVAL_OUTPUT_DIR"):
+            files.write_atomically(written, (written.read_text() if written.exists() else "") + "".join(lines))
     return results

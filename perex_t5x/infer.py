@@ -99,7 +99,10 @@ def infer(
         texts, examples = _examples(task, dataset_cfg, converter_cls(pack=False), num_examples)
         target = epath.Path(output_dir) / f"{task.name}-{mode}.jsonl"
         # All processes compute, one writes.
-        with files.atomic_writer(target) if is_writer else contextlib.nullcontext() as f:
+        with (
+            run_dir.explained_writes(output_dir, "INFER_OUTPUT_DIR"),
+            files.atomic_writer(target) if is_writer else contextlib.nullcontext() as f,
+        ):
             for index, result in runner(params, examples):
                 if f is not None:
                     row = {"index": index, **next(texts), **_result(mode, result, model)}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 import os
 import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +21,11 @@ from jax.tree_util import keystr
 
 from perex_t5x import buckets, distributed, files, lease
 from perex_t5x.cli import status
-from perex_t5x.errors import ConfigError, InUseError, TrainingError, UnreachableError, is_denied
+from perex_t5x.errors import ConfigError, InUseError, TrainingError, UnreachableError, is_denied, writing_failed
 
 LOCK = ".writer"
 _PROBE = ".seen_by_all_"
+_WRITING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 _SECONDS = 60.0  # a network file system may take this long to show another host's new file
 
 
@@ -127,6 +130,23 @@ def prepare(
     distributed.barrier("probe seen")
     if distributed.is_writer():
         probe.unlink()
+
+
+@contextlib.contextmanager
+def explained_writes(folder: str, binding: str) -> Iterator[None]:
+    """Errors of writing to the folder in the block, in a line; whatever else fails there is raised as it is."""
+    try:
+        yield
+    except Exception as e:
+        # Only a write says that it has no room or no right to, and libraries of object stores name the object.
+        if getattr(e, "errno", None) not in _WRITING and folder not in str(e):
+            raise
+        text = getattr(e, "strerror", None) or str(e).strip().partition("\n")[0] or type(e).__name__
+        raise writing_failed(
+            f"{binding} = {folder!r}: writing failed: {text}. Free some space, grant the permission or choose another "
+            "folder, and start the same command again.",
+            e,
+        ) from e
 
 
 def _leave_probe(folder: str) -> str:

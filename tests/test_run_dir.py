@@ -7,7 +7,7 @@ import pytest
 
 from perex_t5x import checkpoints, lease, loop, run_dir
 from perex_t5x.cli import status
-from perex_t5x.errors import ConfigError, InUseError, TrainingError
+from perex_t5x.errors import ConfigError, InUseError, Reason, TrainingError
 from tests import tiny
 
 SAVE_AT = "utils.SaveCheckpointConfig.period = {}"
@@ -78,3 +78,24 @@ def test_a_single_number_of_an_optimizer_may_be_infinite():
     for best, expected in ((1.0, True), (np.inf, True), (np.nan, False)):
         assert [bool(x) for x in loop._finite(finite, {**finite, "best": np.float32(best)})] == [True, expected]
     assert [bool(x) for x in loop._finite({"w": np.array([1, np.inf])}, {})] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(28, "No space left on device"), Reason.NO_SPACE),
+        (OSError(30, "Read-only file system"), Reason.ERROR),
+        (RuntimeError("503 while writing gs://b/out/x"), Reason.ERROR),
+        (RuntimeError("403 while writing gs://b/out/x"), Reason.CONFIGURATION),
+    ],
+)
+def test_a_failed_write_of_results_names_its_binding(error, reason):
+    with pytest.raises(TrainingError, match="EVAL_OUTPUT_DIR = 'gs://b/out': writing failed: ") as e:
+        with run_dir.explained_writes("gs://b/out", "EVAL_OUTPUT_DIR"):
+            raise error
+    assert getattr(e.value, "reason", Reason.ERROR) is reason
+
+
+def test_other_errors_are_left_alone():
+    with pytest.raises(FileNotFoundError, match="data.txt"), run_dir.explained_writes("out", "EVAL_OUTPUT_DIR"):
+        raise FileNotFoundError(2, "No such file", "data.txt")
