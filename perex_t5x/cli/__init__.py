@@ -10,9 +10,11 @@ are read.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import importlib
+import logging
 import os
 import re
 import signal
@@ -56,6 +58,8 @@ def run(
       messages: further exceptions that are printed as their messages alone.
     """
     given = list(sys.argv if argv is None else argv)
+    if argv is None:
+        atexit.register(_end_if_failed)  # before libraries register theirs, so after those
 
     def start() -> int:
         extras.require(extra, _command_name())
@@ -99,10 +103,26 @@ def run(
     sys.exit(code)
 
 
+_failed_with: int | None = None
+
+
+def _end_if_failed() -> None:
+    """Ends a process that has failed without taking the interpreter apart: libraries whose objects are destroyed then try
+    once more to write to a storage that is gone, for many minutes, where nothing of Python's runs any more."""
+    if _failed_with is not None:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(_failed_with)
+
+
 def _end_within(seconds: float, code: int) -> None:
     """Ends the process so long after its main thread, if it has not ended by itself: Python waits for the threads of its
     libraries, and those that write to a storage that is gone try for a quarter of an hour. Whoever catches the SystemExit
     goes on undisturbed."""
+    global _failed_with
+    _failed_with = code
 
     def end() -> None:
         threading.main_thread().join()

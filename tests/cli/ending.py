@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -10,6 +11,11 @@ from perex_t5x import cli
 from perex_t5x.cli import status
 from perex_t5x.cli.flags import define_training_flags
 from perex_t5x.errors import ConfigError, DivergedError, TrainingError
+
+
+class Late:
+    def __del__(self):
+        time.sleep(600)
 
 
 def main(args, words):
@@ -38,6 +44,9 @@ def main(args, words):
         cli.GRACE = 0.2
         threading.Thread(target=time.sleep, args=(600,)).start()
         raise TrainingError("it cannot continue") if words[1] == "expected" else RuntimeError("a bug")
+    if how == "torn_down":  # as a library's object that writes once more when it is destroyed
+        sys.modules["late"] = Late()
+        raise TrainingError("it cannot continue")
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how != "done":

@@ -46,6 +46,15 @@ def test_threads_of_libraries_do_not_keep_a_process_that_has_failed(kind):
     assert ("ERROR: it cannot continue" if kind == "expected" else "RuntimeError: a bug") in done.stderr
 
 
+def test_objects_of_libraries_do_not_keep_a_process_that_has_failed():
+    """What is destroyed with the interpreter may take for ever, too."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cli.ending", "torn_down"],
+        cwd=support.ROOT, env=support.environment(), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1 and "ERROR: it cannot continue" in done.stderr
+
+
 def test_whoever_catches_the_end_of_a_command_goes_on():
     code = (
         "import time; from perex_t5x import cli; cli.GRACE = 0.05\n"
