@@ -126,3 +126,9 @@ def test_after_too_many_rollbacks_the_run_stops(run, poison):
     rules = ("bad_numbers.BadNumbers.then = 'roll_back'", "bad_numbers.BadNumbers.rollbacks = 2")
     with pytest.raises(DivergedError, match="parameters after step .* are not finite|the loss of step"):
         run("run", "TRAIN_STEPS = 12", *rules)
+
+
+def test_the_shipped_file_trains(tmp_path):
+    files = ("models/tiny.gin", "runs/pretrain.gin", "runs/bad_numbers.gin")
+    step, _ = tiny.train(tmp_path, "TRAIN_STEPS = 2", "train_script.train.train_eval_dataset_cfg = None", files=files)
+    assert step == 2
