@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -198,7 +198,12 @@ class Compute:
     _holdings: dict[Any, Holding] = dataclasses.field(default_factory=dict)
 
     def __call__(
-        self, *arguments: Any, weights: jax.Array | None = None, first_index: Any = 0, **keywords: Any
+        self,
+        *arguments: Any,
+        weights: jax.Array | None = None,
+        first_index: Any = 0,
+        operands: Mapping[str, Any] | None = None,
+        **keywords: Any,
     ) -> tuple[GradStatistics, PerExample]:
         """The statistics for these arguments of the loss, positional and by keyword.
 
@@ -209,14 +214,22 @@ class Compute:
             the mean of its weights.
           first_index: of the batch's first example in the global batch; example i's key is fold_in(key, first_index + i).
             With `data_axes` the devices' parts are counted automatically.
+          operands: name -> a tree like the parameters, for statistics that see more than the gradient
+            (`Statistic.operands`).
         """
         loss_fn, arguments = closed_over(self.loss_fn, arguments, keywords, self.options.roles)
         if (mesh := explicit_axes.mesh_of((arguments, weights))) is not None:
-            return self._with_explicit_axes(mesh, loss_fn, arguments, weights, first_index)
-        return self._run(loss_fn, arguments, weights, first_index)[:2]
+            return self._with_explicit_axes(mesh, loss_fn, arguments, weights, first_index, operands or {})
+        return self._run(loss_fn, arguments, weights, first_index, operands or {})[:2]
 
     def _with_explicit_axes(
-        self, mesh: Any, loss_fn: Callable[..., Any], arguments: tuple[Any, ...], weights: Any, first_index: Any
+        self,
+        mesh: Any,
+        loss_fn: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        weights: Any,
+        first_index: Any,
+        operands: Mapping[str, Any],
     ) -> tuple[GradStatistics, PerExample]:
         """See `engine.explicit_axes`: each device computes the statistics of the examples that it has."""
         options, roles = self.options, self.options.roles
@@ -228,8 +241,8 @@ class Compute:
         compute = dataclasses.replace(self, options=mine, _sizes={}, _holdings={})
         known: dict[str, Any] = {}
 
-        def run(arguments: tuple[Any, ...], weights: Any, first_index: Any) -> tuple[GradStatistics, PerExample]:
-            statistics, per_unit = compute._run(loss_fn, arguments, weights, first_index)[:2]
+        def run(arguments: tuple[Any, ...], weights: Any, first_index: Any, operands: Any) -> Any:
+            statistics, per_unit = compute._run(loss_fn, arguments, weights, first_index, operands)[:2]
             # Counts that are known without computing stay so: what asks for two examples can then say that there is one.
             known.update(
                 {k: v for k in ("count", "num_groups") if not isinstance(v := getattr(statistics, k), jax.Array)}
@@ -243,20 +256,32 @@ class Compute:
         batched = tuple(i in roles.batch_argnums for i in range(len(arguments)))
         like = [lies.sharding_of(x) for x in selected.leaves(arguments)]
         averages = selected.trees({s.name: like for s in options.statistics})
-        statistics, per_unit = lies.run(
-            run, (arguments, weights, jnp.asarray(first_index, jnp.uint32)), (batched, True, False), results, averages
-        )
+        given = (arguments, weights, jnp.asarray(first_index, jnp.uint32), dict(operands))
+        statistics, per_unit = lies.run(run, given, (batched, True, False, False), results, averages)
         return dataclasses.replace(statistics, **known), per_unit
 
     def trace(self, *arguments: Any, **keywords: Any) -> ReductionTrace:
-        """How these arguments (or their shapes) are computed; nothing is run."""
+        """How these arguments (or their shapes) are computed; nothing is run. Operands are like the parameters."""
         seen: list[ReductionTrace] = []
         loss_fn, arguments = closed_over(self.loss_fn, arguments, keywords, self.options.roles)
-        jax.eval_shape(lambda *traced: seen.append(self._run(loss_fn, traced, None, 0)[2]), *arguments)
+        roles, names = self.options.roles, {name for s in self.options.statistics for name in s.operands}
+
+        def run(*traced: Any) -> None:
+            like = traced[roles.argnums[0]] if roles.single else tuple(traced[i] for i in roles.argnums)
+            seen.append(self._run(loss_fn, traced, None, 0, dict.fromkeys(names, like))[2])
+
+        jax.eval_shape(run, *arguments)
         return seen[0]
 
-    def _run(self, loss_fn: Callable[..., Any], arguments: tuple[Any, ...], weights: Any, first_index: Any) -> Any:
-        request = Request.make(loss_fn, self.options, arguments, weights, first_index)
+    def _run(
+        self,
+        loss_fn: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        weights: Any,
+        first_index: Any,
+        operands: Mapping[str, Any],
+    ) -> Any:
+        request = Request.make(loss_fn, self.options, arguments, weights, first_index, operands)
         key = request.shapes()
         if self.options.microbatch_size != "auto":
             holding = self._holding(request, key, request.microbatch)

@@ -33,22 +33,38 @@ class Statistic:
       scaling: how the average follows a common factor c of all gradients (clipping by the global norm, `optax.scale`):
         φ(c·g) = scaling(c)·φ(g). Optimizers behind such a factor need it; NaN where there is no such factor, and None
         where there is none at all. Checked on numbers, too.
+      operands: names of trees like the parameters that φ sees besides, elementwise: φ(g_i; a, b, ...). They are given with
+        the call, `compute(params, batch, operands={"momentum": m})`, and are the same for all examples.
 
     >>> cube = Statistic("mean_cube", lambda g: g**3, factorable=True, scaling=lambda c: c**3)
     >>> float(cube.fn(jnp.float32(2.0)))
     8.0
+    >>> step_sign = Statistic("mean_step_sign", lambda g, m: jnp.sign(0.9 * m + 0.1 * g), operands=("momentum",))
+    >>> float(step_sign.fn(jnp.float32(-2.0), jnp.float32(0.1)))
+    -1.0
     """
 
     name: str
-    fn: Callable[[jax.Array], jax.Array]
+    fn: Callable[..., jax.Array]
     factorable: bool = False
     scaling: Callable[[jax.Array], jax.Array] | None = None
+    operands: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
             raise ValueError(f"Statistic name {self.name!r}: give a non-empty string.")
+        if isinstance(self.operands, str):
+            raise ValueError(
+                f"Statistic {self.name!r}: operands = {self.operands!r}: give a tuple, ({self.operands!r},)."
+            )
+        object.__setattr__(self, "operands", tuple(self.operands))
+        if self.operands and (self.factorable or self.scaling is not None):
+            raise ValueError(
+                f"Statistic {self.name!r}: φ(g; ...) with operands is neither factorable nor has it a scaling, since the "
+                "operands do not follow the gradient's factors. Leave both out."
+            )
         probe = jax.ShapeDtypeStruct((3, 2), jnp.float32)
-        out = jax.eval_shape(self.fn, probe)
+        out = jax.eval_shape(self.fn, probe, *[probe] * len(self.operands))
         if getattr(out, "shape", None) != probe.shape:
             raise ValueError(
                 f"Statistic {self.name!r}: φ must be elementwise, but it turns shape {probe.shape} into "
@@ -59,7 +75,7 @@ class Statistic:
                 f"Statistic {self.name!r}: φ returns {out.dtype}; it must return a floating dtype, for instance with "
                 ".astype(g.dtype)."
             )
-        if self.fn not in _KNOWN:
+        if self.fn not in _KNOWN and not self.operands:
             with (
                 jax.ensure_compile_time_eval()
             ):  # optimizers, and the statistics they declare, are also made under `jit`
@@ -85,6 +101,21 @@ class Statistic:
                     f"g = {a[worst]:.3g} that is {whole[worst]:.3g} against {parts[worst]:.3g}. For |g|**p it is "
                     "lambda c: abs(c)**p; leave it out where there is no such function."
                 )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BoundStatistic:
+    """A statistic with its operands, arrays in the order of elements in which one parameter's gradient is produced."""
+
+    name: str
+    unbound: Callable[..., jax.Array]
+    values: tuple[jax.Array, ...]
+    factorable: bool = False
+    scaling: None = None
+
+    def fn(self, g: jax.Array) -> jax.Array:
+        """φ(g; operands), of one gradient or of several, [N, ...]."""
+        return self.unbound(g, *(jnp.broadcast_to(x, g.shape) for x in self.values))
 
 
 def _worst_difference(x: np.ndarray, y: np.ndarray) -> int | None:

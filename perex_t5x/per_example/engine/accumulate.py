@@ -104,6 +104,8 @@ def choose_holding(request: Request, micro: int) -> Holding:
         return Holding()
     if options.method != "surgery":
         return Holding(held.TWO_PASSES, why=f"method={options.method!r} keeps nothing")
+    if any(s.operands for s in options.statistics):
+        return Holding(held.TWO_PASSES, why="statistics with operands are formed from whole gradients")
     forced = options.clip_strategy
     if forced == held.TWO_PASSES:
         return Holding(forced, why="clip_strategy asks for it")

@@ -124,9 +124,9 @@ def run(
             case Mapped(eqn=eqn, child=child):
                 return reduce(child, spec.before_unary(eqn))
             case CrossDeviceSum(eqns=eqns, child=child):
-                return _sum_over_devices(context, eqns, reduce(child, spec.before_collective()), spec.initial)
+                return _sum_over_devices(context, eqns, reduce(child, spec.before_collective(eqns)), spec.initial)
             case Concatenated(shape=shape, parts=parts):
-                reduced = [reduce(child, spec.slice(k)) for k, (_, _, child) in enumerate(parts)]
+                reduced = [reduce(child, spec.slice(k, at, size)) for k, (at, size, child) in enumerate(parts)]
                 return _concatenated(shape, [start for start, _, _ in parts], reduced)
             case InControlFlow(eqn=eqn, index=i):
                 return inside[id(eqn), i]
@@ -135,17 +135,18 @@ def run(
                 # A psum may be part of a producer as any other sum is; over the data axes it may not.
                 for eqn in eqns:
                     shard_map.refuse(eqn, [any(flags)], context.device_axes)
-                site = ReductionSite(context, spec, node, values, flags)
+                site = ReductionSite(context.bound(spec.operands), spec, node, values, flags)
                 return held.hold(site) if context.hold else select_reduction(site)
             case Materialized(var=v, reason=reason, small=small):
                 value, flag = read(v)
                 name, note = ("all at once", "") if small else (MATERIALISED, reason)
                 if context.hold:
                     return held.hold_value(context, spec, value, flag, name, note)
+                bound = context.bound(spec.operands)
                 # An unused parameter's zeros, a regulariser's gradient: nothing of it differs by example.
                 if not flag:
-                    return reducer.shared(context, spec, spec.pre(jnp.asarray(value)))
-                return reducer.all_at_once(context, spec.pre(value), name, note, spec.initial)
+                    return reducer.shared(bound, spec, spec.pre(jnp.asarray(value)))
+                return reducer.all_at_once(bound, spec.pre(value), name, note, spec.initial)
         raise AssertionError(node)
 
     # Each gradient is reduced as soon as its producer's inputs exist, so that these can be freed (`Plan.due`).
@@ -166,11 +167,11 @@ def _collect_entered(node: Node, spec: ReductionSpec, entered: dict[int, dict[in
             _collect_entered(child, spec.before_permutation(eqn), entered)
         case Mapped(eqn=eqn, child=child):
             _collect_entered(child, spec.before_unary(eqn), entered)
-        case CrossDeviceSum(child=child):
-            _collect_entered(child, spec.before_collective(), entered)
+        case CrossDeviceSum(eqns=eqns, child=child):
+            _collect_entered(child, spec.before_collective(eqns), entered)
         case Concatenated(parts=parts):
-            for k, (_, _, child) in enumerate(parts):
-                _collect_entered(child, spec.slice(k), entered)
+            for k, (at, size, child) in enumerate(parts):
+                _collect_entered(child, spec.slice(k, at, size), entered)
         case InControlFlow(eqn=eqn, index=i):
             entered.setdefault(id(eqn), {})[i] = spec
 
@@ -344,14 +345,18 @@ def _enter_scan(
     xs = [jnp.moveaxis(x, 0, 1) if f else x for x, f in zip(xs, xs_flags, strict=True)]
     initial_L = {i: spec.initial for i, spec in specs.items() if spec.initial is not None}
     shardings = {i: None if spec.sharding is None else spec.sharding.without_leading() for i, spec in specs.items()}
+    operands_L = {i: dict(spec.operands) for i, spec in specs.items()}
     steps = jnp.arange(p["length"]) if initial_L else None
     seen: dict[str, Any] = {}
 
     def step(state: tuple[list[Any], Any], x: Any) -> tuple[Any, Any]:
         carry, totals_L = state
-        x, at = x
+        x, at, operands = x
         totals = jax.tree.map(lambda t: t[at], totals_L)
-        here = {i: dataclasses.replace(spec, initial=totals.get(i), sharding=shardings[i]) for i, spec in specs.items()}
+        here = {
+            i: dataclasses.replace(spec, initial=totals.get(i), sharding=shardings[i], operands=operands[i])
+            for i, spec in specs.items()
+        }
         results, result_flags, reduced = run(
             body, [*consts, *carry, *x], [*const_flags, *carry_flags, *xs_flags], here, context
         )
@@ -370,7 +375,7 @@ def _enter_scan(
     (carry, totals_L), (ys, raws, counts, new) = scan.scan(
         step,
         (carry, initial_L),
-        (xs, steps),
+        (xs, steps, operands_L),
         length=p["length"],
         reverse=p["reverse"],
         unroll=p["unroll"],
@@ -477,8 +482,8 @@ def _enter_shard_map(
     in_specs = [PartitionSpec(None, *s) if f else s for s, f in zip(p["in_specs"], flags, strict=True)]
     seen: dict[str, Any] = {}
 
-    def local(values: Sequence[Any], weights_N: Any, scales_N: Any) -> Any:
-        here = {i: ReductionSpec(spec.pre) for i, spec in specs.items()}
+    def local(values: Sequence[Any], weights_N: Any, scales_N: Any, operands: Any) -> Any:
+        here = {i: ReductionSpec(spec.pre, operands=operands[i]) for i, spec in specs.items()}
         # Values in here do not carry the axes they vary over (check_vma=False below), so zeros need not be cast to them.
         # What is kept would have to leave the region, and how it is divided is not known: nothing is.
         mine = dataclasses.replace(context, weights_N=weights_N, scales_N=scales_N, varying=frozenset(), hold="")
@@ -507,11 +512,16 @@ def _enter_shard_map(
     results, sums, squares = jax.shard_map(
         local,
         mesh=p["mesh"],
-        in_specs=(in_specs, shared, shared),
+        in_specs=(in_specs, shared, shared, {i: p["out_specs"][i] for i in specs}),
         out_specs=(result_specs, sum_specs, square_specs),
         axis_names=p["newly_manual_axes"],
         check_vma=False,
-    )([jnp.asarray(v) for v in values], context.weights_N, context.scales_N)
+    )(
+        [jnp.asarray(v) for v in values],
+        context.weights_N,
+        context.scales_N,
+        {i: dict(spec.operands) for i, spec in specs.items()},
+    )
     reductions = {}
     for i, r in seen["reduced"].items():
         raw = plus(specs[i].initial, sums[i])

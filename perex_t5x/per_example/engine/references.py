@@ -26,7 +26,7 @@ def by_surgery(request: Request, context: ReductionContext, inputs: Inputs, init
     first = len(leaves) - num_grads
     shared = jax.tree.leaves((inputs.differentiated, inputs.others))
     batched = jax.tree.leaves(unit_rows(inputs))
-    specs = {first + i: spec for i, spec in enumerate(request.specs(initial))}
+    specs = {first + i: spec for i, spec in enumerate(request.specs(inputs, initial))}
     with jax.named_scope("per_example_statistics"):
         flags = [False] * len(shared) + [True] * len(batched)
         try:
@@ -54,7 +54,9 @@ def by_vmap(request: Request, context: ReductionContext, inputs: Inputs, initial
     gradient = jax.vmap(request.unit_gradient(), in_axes=in_axes)
     (_, per_unit), grads = gradient(inputs.differentiated, inputs.others, *rows)
     reduced = [
-        reducer.all_at_once(context, g, "vmap", initial=None if initial is None else initial[i])
+        reducer.all_at_once(
+            context.bound(inputs.operands[i]), g, "vmap", initial=None if initial is None else initial[i]
+        )
         for i, g in enumerate(grads)
     ]
     return per_unit, reduced
@@ -70,11 +72,12 @@ def by_map(request: Request, context: ReductionContext, inputs: Inputs, initial:
         row, weight, scale = x
         (_, mine), grads = gradient(inputs.differentiated, inputs.others, *row)
         grads = [reducer.at_least_f32(g) for g in grads]
-        totals = [context.added(sums, g, weight, scale) for sums, g in zip(totals, grads, strict=True)]
+        totals = [c.added(sums, g, weight, scale) for c, sums, g in zip(contexts, totals, grads, strict=True)]
         return totals, (mine, [jnp.sum(jnp.square(g)) for g in grads] if context.norms else None)
 
+    contexts = [context.bound(operands) for operands in inputs.operands]
     shapes = [jax.eval_shape(reducer.at_least_f32, x) for x in inputs.differentiated]
-    begin = [context.begin(initial and initial[i], s.shape, s.dtype) for i, s in enumerate(shapes)]
+    begin = [contexts[i].begin(initial and initial[i], s.shape, s.dtype) for i, s in enumerate(shapes)]
     rows = (unit_rows(inputs), context.weights_N, context.scales_N)
     totals, (per_unit, squares) = reducer.over_examples(step, begin, rows, context.num_examples)
     reduced = [
@@ -96,7 +99,9 @@ def by_loop(request: Request, context: ReductionContext, inputs: Inputs, initial
         weight, scale = (None if x is None else x[j : j + 1] for x in (context.weights_N, context.scales_N))
         alone = dataclasses.replace(context, num_examples=1, weights_N=weight, scales_N=scale)
         reduced = [
-            reducer.all_at_once(alone, g[None], "loop", initial=None if totals is None else totals[i])
+            reducer.all_at_once(
+                alone.bound(inputs.operands[i]), g[None], "loop", initial=None if totals is None else totals[i]
+            )
             for i, g in enumerate(grads)
         ]
         totals = [r.raw for r in reduced]

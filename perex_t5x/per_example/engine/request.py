@@ -146,6 +146,35 @@ class Selected:
             result[name] = self.tree.unflatten([next(rest) if c else None for c in self.chosen])
         return result
 
+    def operands(self, given: Mapping[str, Any], statistics: Sequence[Statistic]) -> list[dict[str, Any]]:
+        """Of each selected leaf, the operands that the statistics see, by name."""
+        needed: dict[str, str] = {}
+        for s in statistics:
+            needed |= {name: s.name for name in s.operands if name not in needed}
+        for name, statistic in needed.items():
+            if name not in given:
+                raise ValueError(
+                    f"statistic {statistic!r} needs the operand {name!r}: give operands={{{name!r}: ...}}, a tree like the "
+                    "parameters."
+                )
+        if unknown := sorted(set(given) - set(needed)):
+            raise ValueError(f"operands has {', '.join(map(repr, unknown))}, which no statistic sees.")
+        found: list[dict[str, Any]] = [{} for _ in self.names]
+        for name, tree in given.items():
+            try:
+                every = self.tree.flatten_up_to(tree)
+            except (ValueError, TypeError) as e:
+                raise ValueError(f"operand {name!r} does not have the parameters' structure: {e}") from e
+            mine = [x for x, c in zip(every, self.chosen, strict=True) if c]
+            for i, (x, parameter, shape) in enumerate(zip(mine, self.names, self.shapes, strict=True)):
+                if jnp.shape(x) != shape:
+                    raise ValueError(
+                        f"operand {name!r} of {parameter} has shape {jnp.shape(x)}; φ is elementwise, and the parameter has "
+                        f"{shape}."
+                    )
+                found[i][name] = jnp.asarray(x)
+        return found
+
     def auto_shardings(self, shardings: Any) -> list[AutoSharding | None]:
         """Of the selected leaves, from a tree like the parameters; Nones without one."""
         if shardings is None:
@@ -278,6 +307,7 @@ class Inputs:
     batch: Any
     indices_Mxb: jax.Array
     weights_Mxb: jax.Array | None
+    operands: list[dict[str, Any]]  # of each selected leaf
 
     @property
     def num_units(self) -> int:
@@ -308,7 +338,13 @@ class Request:
 
     @classmethod
     def make(
-        cls, loss_fn: Any, options: Options, arguments: tuple[Any, ...], weights: Any, first_index: Any
+        cls,
+        loss_fn: Any,
+        options: Options,
+        arguments: tuple[Any, ...],
+        weights: Any,
+        first_index: Any,
+        operands: Mapping[str, Any],
     ) -> Request:
         roles, b = options.roles, options.group_size
         count = num_examples(arguments, roles)
@@ -335,6 +371,7 @@ class Request:
             batch=rows,
             indices_Mxb=indices.reshape(units, b),
             weights_Mxb=_weights(weights, count, b),
+            operands=selected.operands(operands, options.statistics),
         )
         # Without data_axes the statistics are of this device's examples, and a loss may still not mix devices': whatever
         # the batch varies over, or (check_vma=False, nothing known) any manual axis, may divide the examples.
@@ -361,10 +398,15 @@ class Request:
         shardings = selected.auto_shardings(options.shardings)
         return cls(loss_fn, options, selected, len(arguments), count, micro, inputs, context, shardings, sharded_over)
 
-    def specs(self, initial: Sequence[Any] | None) -> list[ReductionSpec]:
+    def specs(self, inputs: Inputs, initial: Sequence[Any] | None) -> list[ReductionSpec]:
         """How each selected parameter's gradient is to be reduced; `initial`: sums to add to, one entry per parameter."""
         return [
-            ReductionSpec(initial=None if initial is None else initial[i], sharding=s, sharded_over=axes)
+            ReductionSpec(
+                initial=None if initial is None else initial[i],
+                sharding=s,
+                sharded_over=axes,
+                operands=inputs.operands[i],
+            )
             for i, (s, axes) in enumerate(zip(self.shardings, self.sharded_over, strict=True))
         ]
 

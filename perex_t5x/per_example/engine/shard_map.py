@@ -179,6 +179,23 @@ def summed_axes(eqns: Sequence[core.JaxprEqn]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(inside))
 
 
+def gathered(eqns: Sequence[core.JaxprEqn], x: jax.Array) -> jax.Array:
+    """The whole of which `cross` with these equations leaves a device its part `x`."""
+    for eqn in reversed(eqns):
+        if eqn.primitive.name == "shard_map":
+            raise NotImplementedError(
+                "a statistic with operands, of a parameter that is gathered over data axes inside another shard_map, is not "
+                "supported: leave the parameter out with parameters=..., or gather it outside."
+            )
+        if eqn.primitive.name == "reduce_scatter":
+            p = eqn.params
+            groups = p["axis_index_groups"]
+            x = jax.lax.all_gather(
+                x, axes_of(eqn), axis=p["scatter_dimension"], tiled=p["tiled"], axis_index_groups=groups
+            )
+    return x
+
+
 def cross(eqns: Sequence[core.JaxprEqn], x: jax.Array, transport: Any) -> jax.Array:
     """Applies the equations of `sum_ending_in` to sums, whose dtype need not be the gradient's (float32, not bfloat16)."""
     last = eqns[-1]

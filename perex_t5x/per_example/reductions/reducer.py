@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ from jax.extend import core
 from perex_t5x.per_example.engine import jaxprs, shard_map
 from perex_t5x.per_example.engine.plan import Producer
 from perex_t5x.per_example.engine.shard_map import AutoSharding, constrain
-from perex_t5x.per_example.statistic import Statistic
+from perex_t5x.per_example.statistic import BoundStatistic, Statistic
 
 MATERIALISED = "materialised"
 SHARED = "shared"
@@ -101,7 +101,7 @@ class ReductionContext:
       transport: dtype in which sums travel between devices; None: their own.
     """
 
-    statistics: Sequence[Statistic]
+    statistics: Sequence[Statistic | BoundStatistic]
     num_examples: int
     weights_N: jax.Array | None = None
     scales_N: jax.Array | None = None
@@ -115,7 +115,24 @@ class ReductionContext:
     data_axes: tuple[str, ...] = ()
     transport: Any = None
 
-    def phi(self, statistic: Statistic, g: jax.Array, scale: jax.Array | None) -> jax.Array:
+    def bound(self, operands: Mapping[str, jax.Array]) -> ReductionContext:
+        """The same, of a gradient whose statistics see these operands."""
+        if not operands or not any(s.operands for s in self.statistics if isinstance(s, Statistic)):
+            return self
+        statistics = [
+            BoundStatistic(s.name, s.fn, tuple(operands[name] for name in s.operands))
+            if isinstance(s, Statistic) and s.operands
+            else s
+            for s in self.statistics
+        ]
+        return dataclasses.replace(self, statistics=statistics)
+
+    @property
+    def has_operands(self) -> bool:
+        """Whether some φ differs from element to element, so that it cannot be applied to tiles or rows alone."""
+        return any(isinstance(s, BoundStatistic) for s in self.statistics)
+
+    def phi(self, statistic: Statistic | BoundStatistic, g: jax.Array, scale: jax.Array | None) -> jax.Array:
         """φ(c g)."""
         return statistic.fn(g if scale is None else g * scale)
 
@@ -181,30 +198,48 @@ class ReductionSpec:
       initial: sums to add to, as `ReductionResult.raw`; None: zeros.
       sharding: of the gradient and its sums over automatic mesh axes; None: as the compiler likes.
       sharded_over: the data axes over which devices have different parts of the parameter; None: not known.
+      operands: of statistics that see more than the gradient, like the result, in its order of elements.
     """
 
     pre: Unary = lambda x: x
     initial: Any = None
     sharding: AutoSharding | None = None
     sharded_over: tuple[str, ...] | None = None
+    operands: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
 
     def before_unary(self, eqn: core.JaxprEqn) -> ReductionSpec:
         """Before an elementwise equation, which then belongs to φ."""
         return dataclasses.replace(self, pre=lambda x: self.pre(jaxprs.bind(eqn, [x])[0]))
 
     def before_permutation(self, eqn: core.JaxprEqn) -> ReductionSpec:
-        """Before elements are moved. `initial` needs no moving: raw sums are in the producer's order."""
+        """Before elements are moved. `initial` needs no moving: raw sums are in the producer's order. Operands do: back,
+        which for a permutation is its transpose."""
+
+        def back(x: jax.Array) -> jax.Array:
+            before = jax.ShapeDtypeStruct(jaxprs.shape_of(eqn.invars[0]), x.dtype)
+            return jax.linear_transpose(lambda y: jaxprs.bind(eqn, [y])[0], before)(x)[0]
+
         return dataclasses.replace(
-            self, sharding=None if self.sharding is None else self.sharding.before_permutation(eqn)
+            self,
+            sharding=None if self.sharding is None else self.sharding.before_permutation(eqn),
+            operands={name: back(x) for name, x in self.operands.items()},
         )
 
-    def before_collective(self) -> ReductionSpec:
-        """On each device, before a sum over devices: the sums so far are added after it, or each device would add them."""
-        return dataclasses.replace(self, initial=None)
+    def before_collective(self, eqns: Sequence[core.JaxprEqn]) -> ReductionSpec:
+        """On each device, before a sum over devices: the sums so far are added after it, or each device would add them; and
+        of an operand that is scattered with the sums, each device needs all."""
+        operands = {name: shard_map.gathered(eqns, x) for name, x in self.operands.items()}
+        return dataclasses.replace(self, initial=None, operands=operands)
 
-    def slice(self, index: int) -> ReductionSpec:
-        """Of part `index` of a `Concatenated`; a part need not divide as the whole does."""
-        return dataclasses.replace(self, initial=None if self.initial is None else self.initial[index], sharding=None)
+    def slice(self, index: int, start: Sequence[int], shape: Sequence[int]) -> ReductionSpec:
+        """Of part `index` of a `Concatenated`, which begins at `start`; a part need not divide as the whole does."""
+        limits = [a + b for a, b in zip(start, shape, strict=True)]
+        return dataclasses.replace(
+            self,
+            initial=None if self.initial is None else self.initial[index],
+            sharding=None,
+            operands={name: jax.lax.slice(x, start, limits) for name, x in self.operands.items()},
+        )
 
 
 @dataclasses.dataclass(frozen=True)
