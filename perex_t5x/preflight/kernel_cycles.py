@@ -347,7 +347,8 @@ def schedule_cycles(kernel: Kernel, text: str) -> int:
     step for any other.
     """
     schedule = parse_schedule(text)
-    shares = matmul.shares(*chunks_of(schedule)) if kernel.name == matmul.NAME else None
+    # Sums that the kernel adds to are written in place: its only aliases.
+    shares = matmul.shares(*chunks_of(schedule), bool(kernel.aliases)) if kernel.name == matmul.NAME else None
     if kernel.shares is not None:
         shares = _block_shares(schedule, *kernel.shares)
     if any(name in kernel.name for name in (attention_kernels.FORWARD, attention_kernels.BACKWARD)):

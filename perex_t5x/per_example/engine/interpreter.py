@@ -379,9 +379,6 @@ def _enter_scan(
         length=p["length"],
         reverse=p["reverse"],
         unroll=p["unroll"],
-        # With each layer's sums scattered, the stacks are a device's part, and small; unfilled memory would be reserved from
-        # the start of the program, through the forward pass.
-        late=lambda: any(r.summed_over for r in seen["reduced"].values()),
     )
     y_flags = [bool(f) for f in seen["flags"]]
     ys = [None if y is None else jnp.moveaxis(y, 1, 0) if f else y for y, f in zip(ys, y_flags, strict=True)]
@@ -461,7 +458,6 @@ def _layers_again(
         length=length,
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
-        late=lambda: bool(seen[0].summed_over),
     )
     (r,) = seen
     positions = None if positions_LxN is None else jnp.max(positions_LxN, axis=0)

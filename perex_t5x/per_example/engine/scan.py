@@ -25,12 +25,8 @@ def scan(
     length: int,
     reverse: bool,
     unroll: int | bool,
-    late: Callable[[], bool] = lambda: False,
 ) -> tuple[Any, Any]:
     """As `jax.lax.scan`.
-
-    Args:
-      late: asked once the step is traced: whether memory matters more than time, so that zeros are the better choice.
 
     >>> scan(lambda total, x: (total + x, total), jnp.float32(0), jnp.arange(3.0), length=3, reverse=False, unroll=1)
     (Array(3., dtype=float32), Array([0., 0., 1.], dtype=float32))
@@ -46,8 +42,6 @@ def scan(
     def again(carry: Any, x: Any) -> tuple[Any, Any]:
         return jax.tree.unflatten(structure, body(*jax.tree.leaves((carry, x))))
 
-    if late():
-        return jax.lax.scan(again, carry, xs, length=length, reverse=reverse, unroll=unroll)
     num_stacked = len(jax.tree.leaves(shapes[1]))
     stacks = [_unfilled(length, aval) for aval in traced.out_avals[len(traced.out_avals) - num_stacked :]]
 
