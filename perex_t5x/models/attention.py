@@ -105,9 +105,15 @@ class MultiHeadAttention(nn.Module):
         layers = {"query": self.query, "key": self.key, "value": self.value}
         axes = ("batch", "length", "joined_kv")
         joined = [named(constrain(layer(x_BxTxD, joined=True), axes), name) for name, layer in layers.items()]
-        rotary, scale = context.rotary, self._kernels_scale
-        y_BxTxE = splash.attend(*joined, context.segment_ids_BxT, self.config, rotary, scale)
-        return self.out(y_BxTxE, joined=True)
+        others = context.segment_ids_BxT, self.config, context.rotary, self._kernels_scale
+        query, key, value = joined
+        if not splash.takes_projection(self.config, query):
+            return self.out(splash.attend(query, key, value, *others), joined=True)
+
+        def product(query_BxTxE: jax.Array, kernel_ExD: jax.Array, *_) -> jax.Array:
+            return splash.attend_and_project(query_BxTxE, key, value, *others, kernel_ExD)
+
+        return self.out(query, joined=True, product=product)
 
     def cross_attention(self, x_BxTxD: jax.Array, context: LayerContext) -> jax.Array:
         """Attention of the decoder's rows to the encoder's output."""

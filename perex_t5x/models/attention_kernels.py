@@ -41,7 +41,7 @@ _MAX_BLOCK = 1024
 _NT = (((1,), (1,)), ((), ()))  # A Bᵀ
 _NN = (((1,), (0,)), ((), ()))  # A B
 _MIB = 2**20
-_ROTARY = 4  # the position of the tables among the arguments of `_forward` and `_backward`
+_ROTARY = 4  # the position of the tables among the arguments of `forward` and `backward`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,20 +131,34 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, ids_BxT, rotary: 
       ids_BxT: segments, which do not see each other; or None.
       rotary: rotates query and key, and scales the query, if heads are joined; None: they are as they shall be.
     """
-    return examples_as_rows(functools.partial(_forward, how), shared=(_ROTARY,))(query, key, value, ids_BxT, rotary)[0]
+    return forward(how, query, key, value, ids_BxT, rotary)[0]
 
 
 def _attend_fwd(query, key, value, ids_BxT, rotary, how):
-    out, lse = examples_as_rows(functools.partial(_forward, how), shared=(_ROTARY,))(query, key, value, ids_BxT, rotary)
-    out, lse = checkpoint_name(out, how.name), checkpoint_name(lse, how.name)
+    out, lse = (checkpoint_name(x, how.name) for x in forward(how, query, key, value, ids_BxT, rotary))
     return out, (query, key, value, ids_BxT, rotary, out, lse)
 
 
 def _attend_bwd(how, residuals, cotangent):
-    return *examples_as_rows(functools.partial(_backward, how), shared=(_ROTARY,))(*residuals, cotangent), None, None
+    return *backward(how, *residuals, cotangent), None, None
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def forward(how: How, query, key, value, ids_BxT, rotary) -> tuple[jax.Array, jax.Array]:
+    """O, and log₂ Σ 2^logit, [B, heads, 1, T]; without a derivative."""
+    call = examples_as_rows(functools.partial(_forward, how), shared=(_ROTARY,))
+    return call(query, key, value, ids_BxT, rotary)
+
+
+def backward(how: How, *residuals: Any, again: bool = False) -> tuple[jax.Array, ...]:
+    """Gradients of query, key and value; and O once more, if `again`, which needs a head that is one block.
+
+    Args:
+      residuals: query, key, value, ids_BxT, rotary, O, the second result of `forward`, and the cotangent of O.
+    """
+    return examples_as_rows(functools.partial(_backward, how, again), shared=(_ROTARY,))(*residuals)
 
 
 def turns_and_share(num_blocks: int) -> tuple[float, float]:
@@ -244,7 +258,6 @@ def _as_row(x_Tx1: jax.Array) -> jax.Array:
 
 
 def _forward(how: How, query, key, value, ids_BxT, rotary) -> tuple[jax.Array, jax.Array]:
-    """O, and log₂ Σ 2^logit, [B, heads, 1, T]."""
     rows, length, width, blocks = query.shape[0], _length(query), how.width, how.blocks
     heads, block = _heads(query, width), blocks.block
     group = heads // _heads(key, width)
@@ -350,8 +363,7 @@ def _forward_kernel(
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
-def _backward(how: How, query, key, value, ids_BxT, rotary, out, lse, cotangent) -> tuple[jax.Array, ...]:
-    """Gradients of query, key and value."""
+def _backward(how: How, again: bool, query, key, value, ids_BxT, rotary, out, lse, cotangent) -> tuple[jax.Array, ...]:
     rows, length, width, blocks = query.shape[0], _length(query), how.width, how.blocks
     block, kv_heads = blocks.block, _heads(key, width)
     group, num_blocks = _heads(query, width) // kv_heads, length // block
@@ -377,11 +389,13 @@ def _backward(how: How, query, key, value, ids_BxT, rotary, out, lse, cotangent)
             has_tables=bool(tables),
             num_blocks=num_blocks,
             group=group,
+            again=again,
         ),
         grid=(rows, kv_heads, group, num_blocks),
         in_specs=[of_head, of_keys, of_keys, of_head, of_head, of_rows, *segment_specs, *table_specs],
-        out_specs=[_of_head(query, length, width, at_head), of_group, of_group],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)],
+        out_specs=[_of_head(query, length, width, at_head), of_group, of_group]
+        + [_of_head(out, length, width, at_head)] * again,
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value, out)[: 3 + again]],
         scratch_shapes=[pltpu.VMEM((length, width), jnp.float32)] * 3
         + [pltpu.VMEM((1, length), jnp.float32), *rotated],
         compiler_params=_compiler_params(
@@ -415,8 +429,12 @@ def _backward_kernel(
     has_tables: bool,
     num_blocks: int,
     group: int,
+    again: bool,
 ) -> None:
     segments, tables, refs = _split(refs, has_segments, has_tables)
+    if again:
+        refs[3][...] = out_ref[...]
+        refs = (*refs[:3], *refs[4:])
     dq_ref, dk_ref, dv_ref, dq_sum, dk_sum, dv_sum, delta_ref, *rotated = refs
     g, j = pl.program_id(2), pl.program_id(3)
     block, part = how.blocks.block, how.blocks.backward

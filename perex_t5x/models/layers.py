@@ -119,13 +119,20 @@ class Dense(nn.Module):
     num_inputs: int = 1
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array, joined: bool = False) -> jax.Array:
-        """`joined`: what is given as several axes, `num_inputs` of x or `features` of y, is one."""
+    def __call__(
+        self, x_BxTxD: jax.Array, joined: bool = False, product: Callable[..., jax.Array] | None = None
+    ) -> jax.Array:
+        """x W.
+
+        Args:
+          joined: what is given as several axes, `num_inputs` of x or `features` of y, is one.
+          product: of x and W, in place of `project`: of something that is made of x.
+        """
         inputs = x_BxTxD.shape[-1:] if joined else x_BxTxD.shape[-self.num_inputs :]
         features = (math.prod(self.features),) if joined else self.features
         shape = (math.prod(inputs), math.prod(features))
         kernel_DxF = parameter(self, "kernel", self.kernel_init, self.axes, shape, self.dtype)
-        return project(x_BxTxD.astype(self.dtype), kernel_DxF, inputs, features)
+        return (product or project)(x_BxTxD.astype(self.dtype), kernel_DxF, inputs, features)
 
 
 def project(x_BxTxD: jax.Array, kernel_DxF: jax.Array, inputs: Sequence[int], features: Sequence[int]) -> jax.Array:

@@ -9,9 +9,12 @@ and values do not fit into vector memory. `unsupported_reason` says what the ker
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu import splash_attention
 
 from perex_t5x import partitioning
@@ -27,6 +30,7 @@ JAX_SPLASH = "jax_splash"  # `T5Config.attention`: JAX's kernels, whatever ours 
 FORCED = ("splash", JAX_SPLASH)
 _HEAD_AXES = ("batch", "length", "heads", "kv")
 _JOINED_AXES = ("batch", "length", "joined_kv")
+_ROW_AXES = ("batch", "heads", None, "length")
 
 
 def unsupported_reason(
@@ -113,24 +117,106 @@ def attend(
       rotary, scale: rotate query and key, multiply the query with `scale`, where heads are joined.
     """
     axes = _JOINED_AXES if query.ndim == 3 else _HEAD_AXES
-    segments = () if segment_ids_BxT is None else (segment_ids_BxT,)
-    names = (axes,) * 3 + (("batch", "length"),) * len(segments)
-    if rotary is not None:
-        names += (("batch" if len(rotary[0]) > 1 else None, "length", None),) * 2
+    extras = _extras(segment_ids_BxT, rotary)
+    run = functools.partial(_on_device, scale=scale, config=config)
+    return _on_each_device(run, (axes,) * 3, axes, segment_ids_BxT, rotary)(query, key, value, *extras)
 
-    def run(query: jax.Array, key: jax.Array, value: jax.Array, *others: jax.Array) -> jax.Array:
-        ids_BxT, tables = (others[0] if segments else None), others[len(segments) :]
-        return _on_device(query, key, value, ids_BxT, tables or None, scale, config)
 
-    return partitioning.on_each_device(run, names, axes)(query, key, value, *segments, *(rotary or ()))
+def _extras(ids_BxT: jax.Array | None, rotary: Rotary | None) -> tuple[jax.Array, ...]:
+    return (*(() if ids_BxT is None else (ids_BxT,)), *(rotary or ()))
+
+
+def _on_each_device(
+    function: Callable[..., Any], in_names: Sequence[Any], out_names: Any, ids_BxT, rotary: Rotary | None
+) -> Callable[..., Any]:
+    """function(query, key, value, ids, rotary, *others), where kernels can run.
+
+    It is then one of query, key, value, the others, and `_extras`; `in_names` has the axes of all but these.
+    """
+    has_ids = ids_BxT is not None
+    names = (*in_names, *[("batch", "length")] * has_ids)
+    names += tuple(("batch" if len(x) > 1 else None, "length", None) for x in rotary or ())
+
+    def run(*arrays: jax.Array) -> Any:
+        query, key, value, *others = arrays[: len(in_names)]
+        extras = arrays[len(in_names) :]
+        return function(query, key, value, extras[0] if has_ids else None, extras[has_ids:] or None, *others)
+
+    return partitioning.on_each_device(run, names, out_names)
+
+
+# --- with the output projection ---------------------------------------------------------------------------------------
+
+
+def takes_projection(config: T5Config, query: jax.Array) -> bool:
+    """Whether `attend_and_project` can be used: our own kernels, and a head is one block."""
+    blocks = _blocks(config, query) if joins_heads(config) and query.ndim == 3 else None
+    return blocks is not None and blocks.block == query.shape[1]
+
+
+def attend_and_project(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids_BxT: jax.Array | None,
+    config: T5Config,
+    rotary: Rotary | None,
+    scale: float,
+    kernel_ExD: jax.Array,
+) -> jax.Array:
+    """`attend`, then the product with the output projection's kernel.
+
+    The gradient of that kernel needs attention's result, which the forward pass has kept with those of all layers. The
+    backward kernel has it in vector memory and time to write it: the result is there once more, and need not be copied
+    out of the stack for the kernel of the per-example statistics.
+    """
+    how = attention_kernels.How(config.head_dim, _blocks(config, query), scale, CHECKPOINT_NAME, not dispatch.for_tpu())
+
+    def backward(query, key, value, ids_BxT, rotary, out, out_bar, lse):
+        return attention_kernels.backward(how, query, key, value, ids_BxT, rotary, out, lse, out_bar, again=True)
+
+    # Both now: how the mesh's axes are to be handled is known while the loss is traced, not when its gradient is.
+    forward, others = functools.partial(attention_kernels.forward, how), (segment_ids_BxT, rotary)
+    kernels = (
+        _on_each_device(forward, (_JOINED_AXES,) * 3, (_JOINED_AXES, _ROW_AXES), *others),
+        _on_each_device(backward, (*(_JOINED_AXES,) * 5, _ROW_AXES), (_JOINED_AXES,) * 4, *others),
+    )
+    return _projected(query, key, value, kernel_ExD, _extras(*others), kernels)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _projected(query, key, value, kernel_ExD, extras, kernels: tuple[Callable[..., Any], ...]) -> jax.Array:
+    return _projected_fwd(query, key, value, kernel_ExD, extras, kernels)[0]
+
+
+def _projected_fwd(query, key, value, kernel_ExD, extras, kernels):
+    out_BxTxE, lse = (checkpoint_name(x, CHECKPOINT_NAME) for x in kernels[0](query, key, value, *extras))
+    y_BxTxD = jax.lax.dot_general(out_BxTxE, kernel_ExD, (((2,), (0,)), ((), ())))
+    return y_BxTxD, (query, key, value, kernel_ExD, extras, out_BxTxE, lse)
+
+
+def _projected_bwd(kernels, residuals, y_bar_BxTxD):
+    query, key, value, kernel_ExD, extras, out_BxTxE, lse = residuals
+    out_bar_BxTxE = jax.lax.dot_general(y_bar_BxTxD, kernel_ExD, (((2,), (1,)), ((), ())))
+    *gradients, out_BxTxE = kernels[1](query, key, value, out_BxTxE, out_bar_BxTxE, lse, *extras)
+    kernel_bar_ExD = jax.lax.dot_general(out_BxTxE, y_bar_BxTxD, (((0, 1), (0, 1)), ((), ())))
+    return *gradients, kernel_bar_ExD, (None,) * len(extras)
+
+
+_projected.defvjp(_projected_fwd, _projected_bwd)
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _blocks(config: T5Config, query: jax.Array) -> attention_kernels.Blocks | None:
+    if not dispatch.for_tpu():
+        return attention_kernels.interpreted(query.shape[1])
+    return attention_kernels.choose(query.shape[1], config.head_dim, query.dtype.itemsize, tiles.device_kind())
 
 
 def _on_device(query, key, value, ids_BxT, rotary, scale: float, config: T5Config) -> jax.Array:
-    length, width = query.shape[1], config.head_dim
-    interpret = not dispatch.for_tpu()
-    blocks = attention_kernels.choose(length, width, query.dtype.itemsize, tiles.device_kind())
-    if interpret:
-        blocks = attention_kernels.interpreted(length)
+    width, blocks, interpret = config.head_dim, _blocks(config, query), not dispatch.for_tpu()
     by_jax = config.attention == JAX_SPLASH or blocks is None
     if by_jax:
         function = _by_jax

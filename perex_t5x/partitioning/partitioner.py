@@ -306,14 +306,15 @@ def parts(names: Sequence[str | None]) -> tuple[int, ...]:
 
 
 def on_each_device(
-    fn: Callable[..., jax.Array], in_names: Sequence[Sequence[str | None]], out_names: Sequence[str | None]
-) -> Callable[..., jax.Array]:
+    fn: Callable[..., Any], in_names: Sequence[Sequence[str | None]], out_names: Sequence[Any]
+) -> Callable[..., Any]:
     """fn on each device's part of its arguments, for programs that the compiler cannot divide: kernels.
 
     A `shard_map` over the mesh axes that are not manual yet: inside the step's own, over `model`; elsewhere over all.
 
     Args:
-      in_names, out_names: logical axes of the arguments and of the result; their sizes must be multiples of `parts`.
+      in_names, out_names: logical axes of the arguments and of the result, or of each of several results; their sizes must
+        be multiples of `parts`.
     """
     if not _contexts.stack:
         return fn
@@ -326,7 +327,7 @@ def on_each_device(
         fn,
         mesh=None if inside else partitioner.mesh,
         in_specs=tuple(map(_current_spec, in_names)),
-        out_specs=_current_spec(out_names),
+        out_specs=tuple(map(_current_spec, out_names)) if isinstance(out_names[0], tuple) else _current_spec(out_names),
         axis_names=axes,
         check_vma=False,  # as in the step's
     )

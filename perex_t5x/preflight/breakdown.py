@@ -41,6 +41,7 @@ CALIBRATION = (
 # The first that matches decides; a copy is a copy whatever it is of.
 _PARTS = (
     (STATISTICS, matmul.NAME),
+    ("attention", "causal_attention"),  # our kernels; they may be called within the output projection
     ("embedding", r"embed"),
     ("head and loss", r"logits|cross_entropy|loss|jvp\(\)"),
     ("norms and rotary", r"norm\b|_norm/|rotary|rope|/(cos|sin)/"),
