@@ -79,14 +79,12 @@ def _move(folder: str, target: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def compile_with_texts(lowered: Any, model_dir: str) -> Any:
-    """`lowered.compile()`, with the program in `model_dir/hlo`: StableHLO as it goes into the compiler, even if that fails,
-    and the optimised HLO that comes out."""
+def write_program(model_dir: str, lowered: Any, compiled: Any = None) -> None:
+    """Writes `model_dir/hlo`: StableHLO as it goes into the compiler, and the optimised HLO that comes out, once it has."""
     folder = os.path.join(model_dir, HLO)
     _write(os.path.join(folder, "step.stablehlo.mlir"), lowered.as_text())
-    compiled = lowered.compile()
-    _write(os.path.join(folder, "step.optimized_hlo.txt"), compiled.as_text())
-    return compiled
+    if compiled is not None:
+        _write(os.path.join(folder, "step.optimized_hlo.txt"), compiled.as_text())
 
 
 def _write(path: str, text: str) -> None:

@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 import types
@@ -289,16 +290,14 @@ class Training:
     def _compiled_step(self, *parts: Any) -> Any:
         trainer = self.setup.trainer
         if self._args.dump_hlo and distributed.is_writer():
-            compiled = trainer.compiled_step(
-                *parts, lambda lowered: profiling.compile_with_texts(lowered, self.model_dir)
-            )
+            compiled = trainer.compiled_step(*parts, functools.partial(profiling.write_program, self.model_dir))
         else:
             compiled = trainer.compiled_step(*parts)
-        if trainer.chosen_remat_policy is not None:
-            line = f"remat_policy: {trainer.chosen_remat_policy!r}, chosen by 'auto': the first that fits"
-            logging.info("%s", line)
-            if distributed.is_writer():
-                run_dir.append_model_info(self.model_dir, line)
+        if trainer.remat_choice is not None:
+            for line in (f"remat_policy = 'auto': {line}" for line in trainer.remat_choice.lines()):
+                logging.info("%s", line)
+                if distributed.is_writer():
+                    run_dir.append_model_info(self.model_dir, line)
         return compiled
 
     def make_evaluators(self, compiler: Executor, keep_batches: bool = False) -> list[loop.Evaluator]:

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import logging
 from flax import linen as nn
 from jax.tree_util import keystr
 
@@ -23,7 +22,11 @@ from perex_t5x import arguments, optimizers
 from perex_t5x.arguments import Count, Interval, PositiveInt
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.gradients import Batch, Gradient, GradientOptions, batch_gradient, gradient_with_statistics
+from perex_t5x.hardware.chips import chip_of
 from perex_t5x.hardware.compiler_options import check_options, options_for
+from perex_t5x.hardware.hlo.costs import stated_cycles
+from perex_t5x.hardware.hlo.program import Program
+from perex_t5x.models import remat
 from perex_t5x.models.protocol import Model
 from perex_t5x.monitoring import Monitor
 from perex_t5x.optimizers.learning_rate import drive_learning_rate, rate_of_built
@@ -107,8 +110,8 @@ class Trainer:
         arguments.check("Trainer", arguments.hints(Trainer), dict(locals()))
         self.model = model
         self.partitioner = partitioner
-        self.chosen_remat_policy: str | None = None
         self.skip_non_finite_updates = False  # set by `perex_t5x.train`, see `perex_t5x.bad_numbers`
+        self.remat_choice: remat.Choice | None = None  # what 'auto' has become, once the step is compiled
         self.learning_rate_fn = as_schedule(learning_rate_fn)
         self.weight_metrics_computer = weight_metrics_computer
         self.monitor = monitor
@@ -261,25 +264,46 @@ class Trainer:
         shapes: TrainState,
         shardings: TrainState,
         batch_spec: Mapping[str, Any],
-        compile: Callable[[Any], Any] = lambda lowered: lowered.compile(),
+        observe: Callable[[Any, Any], None] = lambda lowered, compiled: None,
     ) -> Any:
         """Compiles the step ahead of time; the state's buffers are donated.
 
-        With T5Config.remat_policy = 'auto' on TPUs, the first of the model's choices that fits into the devices' memory;
-        `chosen_remat_policy` says which. All processes choose alike: they compile the same programs.
+        With T5Config.remat_policy = 'auto' on TPUs, that of the model's choices with the fewest cycles that fits into the
+        devices' memory (`models.remat.choose`); `remat_choice` says which. All processes choose alike: they compile the
+        same programs.
+
+        Args:
+          observe: called with the lowered program and None before it is compiled, and at last with the one that is taken
+            and what it was compiled to.
         """
-        choices = self.remat_choices()
-        for policy, trainer in choices.items():
+        refusals: list[Exception] = []
+
+        def compiled(trainer: Trainer) -> Any:
+            lowered = trainer.lowered_step(shapes, shardings, batch_spec)
+            observe(lowered, None)
+            return lowered, lowered.compile()
+
+        def attempt(policy: str) -> remat.Attempt:
             try:
-                compiled = compile(trainer.lowered_step(shapes, shardings, batch_spec))
+                program = compiled(choices[policy])
             except jax.errors.JaxRuntimeError as e:
-                if "RESOURCE_EXHAUSTED" not in str(e) or policy == list(choices)[-1]:
+                if "RESOURCE_EXHAUSTED" not in str(e):
                     raise
-                logging.info("T5Config.remat_policy = 'auto': %r does not fit", policy)
-                continue
-            self.chosen_remat_policy = policy
-            return compiled
-        return compile(self.lowered_step(shapes, shardings, batch_spec))
+                refusals.append(e)
+                return remat.Attempt(policy, False, "does not fit")
+            cycles = _cycles(program[1], self.partitioner.mesh.devices.flat[0])
+            note = "fits" if cycles is None else f"fits, {cycles / 1e6:.1f} M cycles"
+            return remat.Attempt(policy, True, note, cycles, program)
+
+        if choices := self.remat_choices():
+            choice = remat.choose(list(choices), attempt)
+            if choice.best is None:
+                raise refusals[-1]
+            self.remat_choice, program = choice, choice.best.program
+        else:
+            program = compiled(self)
+        observe(*program)
+        return program[1]
 
     def remat_choices(self) -> dict[str, Trainer]:
         """Policy -> a trainer like this one with it, in the model's order; empty where there is nothing to choose."""
@@ -406,6 +430,12 @@ class Trainer:
 
 def _all_finite(tree: Any) -> jax.Array:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
+
+
+def _cycles(compiled: Any, device: Any) -> int | None:
+    """Of a program, as the compiler estimates them; None where it does not."""
+    chip = chip_of(device)
+    return None if chip is None else stated_cycles(Program(compiled.as_text()), chip)
 
 
 def _check_options(options: GradientOptions) -> None:

@@ -167,18 +167,37 @@ class _Lowered:
         return self.policy
 
 
-@pytest.mark.parametrize("fitting, chosen", [(("save:context", "full"), "save:context"), ((), None)])
-def test_remat_auto_takes_the_first_that_fits(fitting, chosen, monkeypatch):
-    """On TPUs; here the compiler's answers are given."""
+_BOTH = ("save:context,out,mlp_in", "save:query,key,value,context,out")  # neither keeps all that the other does
+
+
+@pytest.mark.parametrize(
+    "fitting, cycles, chosen",
+    [
+        (("save:context", "full"), {"save:context": 5}, "save:context"),
+        (("save_all_named", *_BOTH), {"save_all_named": 5}, "save_all_named"),
+        (_BOTH, dict(zip(_BOTH, (5, 6), strict=True)), _BOTH[0]),
+        (_BOTH, dict(zip(_BOTH, (6, 5), strict=True)), _BOTH[1]),
+        (_BOTH, dict.fromkeys(_BOTH[:1]), _BOTH[0]),
+        ((), {}, None),
+    ],
+    ids=["few", "most", "first", "second", "no cycles", "none"],
+)
+def test_remat_auto_takes_the_fastest_that_fits(fitting, cycles, chosen, monkeypatch):
+    """On TPUs; here the compiler's answers are given: those in `cycles` are asked for, and no others that fit."""
     model = make_model("T5Config.remat_policy = 'auto'", optimizer_def=optax.sgd(1.0))
     trainer = Trainer(model, make_partitioner(1, 1), learning_rate_fn=lambda _: 0.1)
     assert trainer.remat_choices() == {}, "not on CPUs"
     choices = {policy: trainer.replace(model=m) for policy, m in model.remat_choices().items()}
     monkeypatch.setattr(Trainer, "remat_choices", lambda self: choices)
     monkeypatch.setattr(Trainer, "lowered_step", lambda self, *_: _Lowered(self.model.config.remat_policy, fitting))
+    monkeypatch.setattr("perex_t5x.trainer._cycles", lambda compiled, device: cycles[compiled])
+    seen = []
     if chosen is None:
         with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
             trainer.compiled_step(None, None, {})
-    else:
-        assert trainer.compiled_step(None, None, {}) == chosen
-    assert trainer.chosen_remat_policy == chosen
+        assert trainer.remat_choice is None
+        return
+    taken = trainer.compiled_step(None, None, {}, lambda lowered, compiled: seen.append((lowered.policy, compiled)))
+    assert taken == chosen and trainer.remat_choice.best.policy == chosen
+    assert seen[-1] == (chosen, chosen) and all(compiled is None for _, compiled in seen[:-1])
+    assert trainer.remat_choice.lines()[-1] == f"remat_policy = {chosen!r} is taken"

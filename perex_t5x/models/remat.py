@@ -7,16 +7,16 @@
   'save:context;offload:mlp_in'. A layer names the values of `NAMES` with `named`;
 - a preset, which stands for such a list (`PRESETS`; T5X's and MaxText's names);
 - a name of `jax.checkpoint_policies` that takes no arguments;
-- 'auto': on TPUs the first of `LADDER` whose step fits into the devices' memory, as the compiler answers. On CPUs, where
-  memory is cheaper than time, 'none'.
+- 'auto': on TPUs the one of `LADDER` with the fewest cycles, by the compiler's estimate, whose step fits into the devices'
+  memory (`choose`). On CPUs, where memory is cheaper than time, 'none'.
 
 Parameters gathered for a layer (FSDP) are never kept: they are gathered again in the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -110,6 +110,75 @@ def parse(policy: str) -> Named | None:
     if both:
         _refuse(policy, f"{both[0]!r} is both saved and offloaded")
     return Named(**lists)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A step compiled with a policy.
+
+    Attributes:
+      fits: into the devices' memory.
+      note: what it takes, or why it does not fit.
+      cycles: by the compiler's estimate; None where there is none, or the step does not fit.
+      program: what was compiled, if it is wanted.
+    """
+
+    policy: str
+    fits: bool
+    note: str = ""
+    cycles: int | None = None
+    program: Any = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was tried for 'auto', in order."""
+
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def best(self) -> Attempt | None:
+        """The one with the fewest cycles that fits; the first of those without an estimate; None where none fits."""
+        fitting = [a for a in self.attempts if a.fits]
+        return min(fitting, key=lambda a: a.cycles or 0, default=None)
+
+    def lines(self) -> list[str]:
+        """One on each attempt, and what was taken."""
+        tried = [f"remat_policy = {a.policy!r}: {a.note or 'fits'}" for a in self.attempts]
+        taken = f"remat_policy = {self.best.policy!r} is taken" if self.best else "none of them fits"
+        return [*tried, taken]
+
+
+def choose(policies: Sequence[str], attempt: Callable[[str], Attempt], all: bool = False) -> Choice:
+    """Resolves 'auto': compiles the step with some of the policies, given in the order of their recomputation.
+
+    A policy that keeps less than one that fits is not tried: it would compute the same, and more. Without estimates of
+    cycles the first that fits is taken.
+
+    Args:
+      attempt: compiles the step with a policy.
+      all: try every policy, for a table of them.
+
+    >>> cycles = {"save:query": 7, "save:out": 5, "full": 9}
+    >>> choice = choose(list(cycles), lambda policy: Attempt(policy, True, "", cycles[policy]))
+    >>> choice.best.policy, [a.policy for a in choice.attempts]
+    ('save:out', ['save:query', 'save:out'])
+    """
+    attempts: list[Attempt] = []
+    for policy in policies:
+        fitting = [a for a in attempts if a.fits]
+        if not all and any(a.cycles is None or _kept(policy) < _kept(a.policy) for a in fitting):
+            continue
+        attempts.append(attempt(policy))
+        # Programs take memory on the devices: only the best so far is worth it.
+        best = Choice(tuple(attempts)).best
+        attempts = [a if a is best else replace(a, program=None) for a in attempts]
+    return Choice(tuple(attempts))
+
+
+def _kept(policy: str) -> frozenset[str]:
+    values = parse(policy)
+    return frozenset() if values is None else frozenset((*values.save, *values.offload))
 
 
 def policy_for_jax(policy: str, gathers: bool) -> Policy | None:

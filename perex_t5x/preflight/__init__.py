@@ -12,11 +12,11 @@ from perex_t5x.errors import ConfigError
 _MODULES = {
     "CHIPS": "hardware.chips",
     "Chip": "hardware.chips",
-    "Collective": "preflight.hlo.program",
+    "Collective": "hardware.hlo.program",
     "CompileTarget": "preflight.step",
     "DoesNotFitError": "preflight.step",
     "PreflightReport": "preflight.account",
-    "Program": "preflight.hlo.program",
+    "Program": "hardware.hlo.program",
     "ReportCache": "preflight.report_cache",
     "StepReport": "preflight.step",
     "build": "preflight.step",

@@ -27,9 +27,9 @@ from perex_t5x import cli
 from perex_t5x.errors import ConfigError
 from perex_t5x.hardware import chips
 from perex_t5x.hardware.chips import Chip
+from perex_t5x.hardware.hlo.costs import memory_bytes, product_flops
+from perex_t5x.hardware.hlo.program import Executed, Program
 from perex_t5x.per_example.kernels import matmul
-from perex_t5x.preflight.hlo.costs import memory_bytes, product_flops
-from perex_t5x.preflight.hlo.program import Executed, Program
 
 COPIES, OTHER, UNESTIMATED = "copies and layout", "other", "not estimated"
 STATISTICS = "weight gradients with statistics"

@@ -37,10 +37,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from perex_t5x.hardware.chips import Chip
+from perex_t5x.hardware.hlo.costs import backend_config, kernel_cost
+from perex_t5x.hardware.hlo.program import Executed, Program
+from perex_t5x.hardware.hlo.text import Instruction, arrays, closing, numbers, shape_arrays
 from perex_t5x.models import attention_kernels
 from perex_t5x.per_example.kernels import matmul
-from perex_t5x.preflight.hlo.program import Executed, Program
-from perex_t5x.preflight.hlo.text import Instruction, arrays, closing, numbers, shape_arrays
 
 if TYPE_CHECKING:
     from perex_t5x.preflight.report_cache import ReportCache
@@ -169,11 +170,9 @@ def tuples(value: Any) -> Any:
 def kernel_of(instruction: Instruction, shares: tuple[float, float] | None = None) -> Kernel:
     """Reads the instruction."""
     attributes = instruction.attributes
-    start = attributes.index("backend_config=") + len("backend_config=")
-    config, _ = json.JSONDecoder().raw_decode(attributes, start)
+    config, (flops, stated) = backend_config(instruction), kernel_cost(instruction)
     operands = _list(attributes, "operand_layout_constraints")
     aliases = _list(attributes, "output_to_operand_aliasing")
-    cost = config["custom_call_config"].get("cost_estimate", {})
     passed_on = {name: config[name] for name in ("custom_call_config", "scoped_memory_configs") if name in config}
     moved = sum(shape_arrays(operands)) + sum(shape_arrays(instruction.shape))
     return Kernel(
@@ -182,8 +181,8 @@ def kernel_of(instruction: Instruction, shares: tuple[float, float] | None = Non
         results=arrays(instruction.shape),
         config=json.dumps(passed_on, sort_keys=True),
         aliases=tuple((int(operand), int(result or 0)) for result, operand in _ALIAS.findall(aliases)),
-        flops=int(cost.get("flops", 0)),
-        bytes=int(cost.get("bytes_accessed", 0)) or moved,
+        flops=flops,
+        bytes=stated or moved,
         shares=shares,
     )
 

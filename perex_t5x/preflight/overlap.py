@@ -19,8 +19,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from perex_t5x.hardware.chips import Chip
-from perex_t5x.preflight.hlo.program import DCN, ICI, KINDS, Collective, Executed, Program
-from perex_t5x.preflight.hlo.text import Instruction
+from perex_t5x.hardware.hlo.program import DCN, ICI, KINDS, Collective, Executed, Program
+from perex_t5x.hardware.hlo.text import Instruction
 
 _WRAPPERS = ("fusion", "async-start", "call-start", "custom-call-start")  # they run what they call, once
 _CHANNEL = re.compile(r"channel_id=(\d+)")

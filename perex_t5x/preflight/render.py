@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from perex_t5x.hardware.hlo.program import DCN, ICI, Collective
 from perex_t5x.per_example.coverage import kernel_cell
 from perex_t5x.preflight.account import COMPARED, ParameterReduction, PreflightReport
 from perex_t5x.preflight.breakdown import CALIBRATION, Part
-from perex_t5x.preflight.hlo.program import DCN, ICI, Collective
 
 if TYPE_CHECKING:
     from perex_t5x.preflight.search import Search

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Mesh
 
 from perex_t5x import files
-from perex_t5x.hardware import chips
+from perex_t5x.hardware import chips, hlo
+from perex_t5x.hardware.hlo.program import Collective
 from perex_t5x.preflight import step
 from perex_t5x.preflight.breakdown import Part
-from perex_t5x.preflight.hlo.program import Collective
 from perex_t5x.preflight.kernel_cycles import Schedules, tuples
 from perex_t5x.preflight.step import BatchSpec, DoesNotFitError, StepReport
 
@@ -122,8 +122,9 @@ def _versions() -> tuple[str, ...]:
 
 @functools.cache
 def _sources() -> str:
-    """A hash of this package's files and of the table of chips: a report is valid for as long as they stay the same."""
-    paths = [*sorted(Path(__file__).parent.rglob("*.py")), Path(chips.__file__)]
+    """A hash of the files that read programs, and of the table of chips: a report is valid for as long as they stay."""
+    folders = Path(__file__).parent, Path(hlo.__file__).parent
+    paths = [*(path for folder in folders for path in sorted(folder.rglob("*.py"))), Path(chips.__file__)]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from perex_t5x import gin_utils
 from perex_t5x.cli.progress import Working
 from perex_t5x.errors import ConfigError, did_you_mean
+from perex_t5x.models import remat
 from perex_t5x.preflight import step
 from perex_t5x.preflight.account import argument_parts
 from perex_t5x.preflight.render import format_bytes
@@ -152,14 +153,11 @@ def search(case: Case, target: CompileTarget, cache: ReportCache, working: Worki
 
 @dataclass(frozen=True)
 class RematChoice:
-    """T5Config.remat_policy = 'auto', resolved: all policies that were compiled, and the fastest that fits."""
+    """T5Config.remat_policy = 'auto', resolved: all policies that were compiled, and the best, if any fits."""
 
     name: str
     trials: tuple[Trial, ...]
-
-    @property
-    def best(self) -> Trial | None:
-        return min((t for t in self.trials if t.fits), key=lambda t: t.cycles, default=None)
+    best: Trial | None
 
     @property
     def bindings(self) -> tuple[str, ...]:
@@ -182,14 +180,16 @@ class RematChoice:
 def choose_remat(
     case: Case, policies: Sequence[str], target: CompileTarget, cache: ReportCache, working: Working, *, all: bool
 ) -> RematChoice:
-    """Compiles the step with these policies: with all of them, or until one fits, as the trainer does."""
-    trials = []
-    for policy in policies:
+    """Compiles the step with these policies: with all of them, or with those that the trainer would try."""
+    trials: dict[str, Trial] = {}
+
+    def attempt(policy: str) -> remat.Attempt:
         change = Change((f"T5Config.remat_policy = '{policy}'",), target)
-        trials.append(_try(case, change, cache, working))
-        if trials[-1].fits and not all:
-            break
-    return RematChoice(case.name, tuple(trials))
+        trials[policy] = trial = _try(case, change, cache, working)
+        return remat.Attempt(policy, trial.fits, trial.note, trial.cycles)
+
+    best = remat.choose(policies, attempt, all).best
+    return RematChoice(case.name, tuple(trials.values()), best and trials[best.policy])
 
 
 def changes(trainer: Trainer, examples: int, target: CompileTarget) -> Iterator[Change]:

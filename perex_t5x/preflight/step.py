@@ -22,9 +22,9 @@ from perex_t5x import gin_utils
 from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.hardware.chips import Chip, chip_of
 from perex_t5x.hardware.devices import native_noise_hidden, tpu_devices
+from perex_t5x.hardware.hlo.program import Collective, Program
 from perex_t5x.hardware.slices import canonical_topology, chip_of_topology, known_topologies, num_chips
 from perex_t5x.preflight.breakdown import Part, breakdown
-from perex_t5x.preflight.hlo.program import Collective, Program
 from perex_t5x.preflight.kernel_cycles import Schedules, kernel_cycles
 from perex_t5x.preflight.overlap import with_hidden_seconds
 

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from perex_t5x.hardware.hlo.program import Program
 from perex_t5x.per_example import collectives
-from perex_t5x.preflight.hlo.program import Program
 
 DEVICES = 8
 ROUNDOFF = 2.0**-9  # of bfloat16

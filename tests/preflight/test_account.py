@@ -3,7 +3,7 @@
 import pytest
 
 from perex_t5x.hardware.chips import chip
-from perex_t5x.preflight.hlo.program import Collective
+from perex_t5x.hardware.hlo.program import Collective
 from perex_t5x.preflight.overlap import network_seconds
 
 V5E = chip("v5e")  # links of 50 GB/s, 3.125 GB/s to other slices

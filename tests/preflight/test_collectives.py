@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from perex_t5x.hardware.hlo.program import Collective
 from perex_t5x.preflight import render
-from perex_t5x.preflight.hlo.program import Collective
 from tests.preflight.support import needs_libtpu
 
 LOOPS = {"microbatch": 4, "layer": 12}

@@ -10,9 +10,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from perex_t5x.hardware.chips import chip
 from perex_t5x.hardware.devices import tpu_devices
+from perex_t5x.hardware.hlo.program import Program
 from perex_t5x.per_example.kernels import matmul, tiles
 from perex_t5x.preflight import account, breakdown, kernel_cycles, step
-from perex_t5x.preflight.hlo.program import Program
 from perex_t5x.preflight.kernel_cycles import Kernel, kernel_of, parse_schedule
 from perex_t5x.preflight.report_cache import ReportCache
 from tests import tiny

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from perex_t5x.hardware.chips import chip
-from perex_t5x.preflight.hlo.program import DCN, ICI, Program
+from perex_t5x.hardware.hlo.program import DCN, ICI, Program
 from perex_t5x.preflight.overlap import with_hidden_seconds
 
 # A collective-permute passes all its bytes over one link: a megabyte, f32[250,1000], takes one second.

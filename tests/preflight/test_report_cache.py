@@ -5,9 +5,9 @@ import re
 import jax
 import pytest
 
+from perex_t5x.hardware.hlo.program import Collective
 from perex_t5x.preflight import report_cache, step
 from perex_t5x.preflight.breakdown import Part
-from perex_t5x.preflight.hlo.program import Collective
 from tests import tiny
 
 FILES = ["models/tiny.gin", "runs/pretrain.gin"]

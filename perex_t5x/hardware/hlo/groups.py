@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from perex_t5x.preflight.hlo.text import numbers
+from perex_t5x.hardware.hlo.text import numbers
 
 Groups = tuple[tuple[int, ...], ...]
 

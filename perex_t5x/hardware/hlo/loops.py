@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from perex_t5x.preflight.hlo.text import Computation, Instruction
+from perex_t5x.hardware.hlo.text import Computation, Instruction
 
 _PASSING = {"copy", "bitcast", "convert", "reshape", "optimization-barrier", "copy-start", "copy-done"}
 _FLIPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "EQ": "EQ", "NE": "NE"}

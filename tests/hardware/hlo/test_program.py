@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from perex_t5x.hardware.chips import CHIPS
 from perex_t5x.hardware.devices import tpu_devices
-from perex_t5x.preflight.hlo import groups
-from perex_t5x.preflight.hlo.program import Program
+from perex_t5x.hardware.hlo import groups
+from perex_t5x.hardware.hlo.program import Program
 from tests.preflight.support import (
     PLATFORMS,
     compile_on_one_chip,

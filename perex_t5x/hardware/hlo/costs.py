@@ -1,20 +1,51 @@
-"""Lower bounds of an instruction's time: its products, and the bytes that it must move.
+"""Lower bounds of an instruction's time: its products, and the bytes that it must move; and what kernels state of theirs.
 
-Both are read from the text. Nothing of what an instruction keeps in the chip's own memory (layouts with `S(1)`) is counted;
+All are read from the text. Nothing of what an instruction keeps in the chip's own memory (layouts with `S(1)`) is counted;
 an operand of which only a slice is read counts as that slice, and a result that is written into an operand as the part
 that is written.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from perex_t5x.preflight.hlo.text import Computation, Instruction, arrays, shape_arrays
+from perex_t5x.hardware.chips import Chip
+from perex_t5x.hardware.hlo.program import Program
+from perex_t5x.hardware.hlo.text import Computation, Instruction, arrays, shape_arrays
 
 _ON_CHIP = re.compile(r"[a-z]\w*\[[\d,<=]*\](?:\{[^}]*S\([1-9]\d*\)[^}]*\})")
 _SAME = ("bitcast", "copy", "convert", "reshape")  # of these only the operand's users matter
+
+
+def stated_cycles(program: Program, chip: Chip) -> int:
+    """The compiler's cycles of a program, its kernels by the costs that they state.
+
+    A kernel's static schedule says more, but has to be compiled for (`preflight`). To compare programs that run the same
+    kernels, more or less often, this is enough.
+    """
+    kernels = {}
+    for e in program.executed(fusions=True):
+        if e.instruction.is_kernel:
+            flops, size = kernel_cost(e.instruction)
+            seconds = max(flops / chip.peak_flops, size / chip.hbm_bytes_per_second)
+            kernels[(e.fusion or e.instruction).name] = round(seconds * chip.clock_hz)
+    return program.cycles(kernels)
+
+
+def kernel_cost(kernel: Instruction) -> tuple[int, int]:
+    """FLOPs and bytes as a Pallas kernel states them (`pl.CostEstimate`); 0 where it does not."""
+    cost = backend_config(kernel)["custom_call_config"].get("cost_estimate", {})
+    return int(cost.get("flops", 0)), int(cost.get("bytes_accessed", 0))
+
+
+def backend_config(instruction: Instruction) -> dict[str, Any]:
+    """What the compiler was told of an instruction, and what it has decided."""
+    start = instruction.attributes.index("backend_config=") + len("backend_config=")
+    return json.JSONDecoder().raw_decode(instruction.attributes, start)[0]
 
 
 def product_flops(computations: Mapping[str, Computation], instruction: Instruction, within: Computation) -> int:

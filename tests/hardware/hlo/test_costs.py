@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from perex_t5x.preflight.hlo.costs import memory_bytes, product_flops
-from perex_t5x.preflight.hlo.program import Program
+from perex_t5x.hardware.hlo.costs import memory_bytes, product_flops
+from perex_t5x.hardware.hlo.program import Program
 from tests.preflight.support import compile_on_one_chip, needs_libtpu
 
 TEXT = """HloModule m, num_partitions=1

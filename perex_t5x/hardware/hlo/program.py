@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from jax.sharding import Mesh
 
-from perex_t5x.preflight.hlo.groups import Groups, mesh_axes, parse_groups
-from perex_t5x.preflight.hlo.loops import Frame, TripCounts
-from perex_t5x.preflight.hlo.text import Instruction, arrays, parse_computations, shape_arrays
+from perex_t5x.hardware.hlo.groups import Groups, mesh_axes, parse_groups
+from perex_t5x.hardware.hlo.loops import Frame, TripCounts
+from perex_t5x.hardware.hlo.text import Instruction, arrays, parse_computations, shape_arrays
 
 KINDS = (
     "all-reduce",
