@@ -174,6 +174,12 @@ def kernel_of(instruction: Instruction, shares: tuple[float, float] | None = Non
     operands = _list(attributes, "operand_layout_constraints")
     aliases = _list(attributes, "output_to_operand_aliasing")
     passed_on = {name: config[name] for name in ("custom_call_config", "scoped_memory_configs") if name in config}
+    # For TPU7x the program says which operands and results it has in main (0) and in vector memory (1). Alone, the kernel's
+    # are the whole program's, which the compiler places elsewhere, and it would refuse.
+    for name in ("input_memory_space_colors", "output_memory_space_colors"):
+        if colors := passed_on["custom_call_config"].get(name):
+            placed = [c for c in colors if str(c.get("color")) not in ("0", "1")]
+            passed_on["custom_call_config"] = passed_on["custom_call_config"] | {name: placed}
     moved = sum(shape_arrays(operands)) + sum(shape_arrays(instruction.shape))
     return Kernel(
         name=re.sub(r"\.\d+$", "", instruction.name),

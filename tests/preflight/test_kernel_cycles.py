@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 from perex_t5x.hardware.chips import chip
@@ -139,6 +140,27 @@ def test_a_kernel_is_read_from_the_program():
     impossible = dataclasses.replace(chip("v5e"), shapes=("9x9",))
     assert kernel_cycles.kernel_cycles(program, impossible) == {}
     assert [e.instruction.name for e in program.unestimated()] == [instruction.name]
+
+
+@needs_libtpu
+def test_where_a_program_has_its_arrays_does_not_matter(tmp_path):
+    """On TPU7x a kernel in a program names the memories of its operands and results; alone it has others."""
+
+    def plus(start_ref, x_ref, y_ref):
+        y_ref[...] = x_ref[...] + start_ref[0]
+
+    def run(x):
+        start = jnp.sum(x).astype(jnp.int32).reshape(1)
+        in_specs = [pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.VMEM)]
+        shape = jax.ShapeDtypeStruct(x.shape, jnp.int32)
+        call = pl.pallas_call(plus, out_shape=shape, in_specs=in_specs, name="plus")
+        return jnp.sum(jnp.sin(call(start, jnp.round(100 * x).astype(jnp.int32)).astype(jnp.float32)))
+
+    tpu7x = chip("tpu7x")
+    program = Program(compile_on_one_chip(run, (16, 256), topology=tpu7x.smallest_topology).as_text())
+    (kernel,) = [e.instruction for e in program.executed() if e.instruction.is_kernel]
+    assert '"color":"1"' in kernel.attributes, "the case is not there"
+    assert kernel_cycles.kernel_cycles(program, tpu7x, ReportCache(tmp_path))[kernel.name] > 0
 
 
 @needs_libtpu
