@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from perex_t5x.cli import progress
+from perex_t5x.models import remat as remat_policies
 from perex_t5x.preflight import report_cache, search, step
 from tests import tiny
 from tests.preflight.support import needs_libtpu
@@ -112,3 +113,19 @@ def test_with_the_compiler():
     found = find(report_cache.ReportCache(), *wide)
     assert "parameter_partitioning_dims" in str(found.found.change)
     assert 10**9 < found.found.peak_bytes < step.CompileTarget("v5e:2x2").chip.hbm_bytes
+
+
+def test_remat_auto_tries_what_the_trainer_would(monkeypatch):
+    """The two policies of which neither keeps all that the other does; with `all` the whole list."""
+    cycles = dict(zip(remat_policies.LADDER, (None, 7, 6, 8, 9, 10), strict=True))
+
+    def answer(case, change, cache, working):
+        policy = change.bindings[0].partition(" = ")[2].strip("'")
+        return search.Trial(change, cycles[policy] is not None, policy, 1, cycles[policy])
+
+    monkeypatch.setattr(search, "_try", answer)
+    arguments = search.Case("one", ()), remat_policies.LADDER, step.CompileTarget("v5e:4x4"), None, None
+    some, every = (search.choose_remat(*arguments, all=all) for all in (False, True))
+    assert [t.note for t in some.trials] == list(remat_policies.LADDER[:3]) and some.best is some.trials[2]
+    assert [t.note for t in every.trials] == list(remat_policies.LADDER) and every.best.note == remat_policies.LADDER[2]
+    assert some.bindings == (f"T5Config.remat_policy = '{remat_policies.LADDER[2]}'",)

@@ -1,9 +1,12 @@
 """Products and bytes of instructions, in programs of known content."""
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
-from perex_t5x.hardware.hlo.costs import memory_bytes, product_flops
+from perex_t5x.hardware.chips import chip
+from perex_t5x.hardware.hlo.costs import kernel_cost, memory_bytes, product_flops, stated_cycles
 from perex_t5x.hardware.hlo.program import Program
 from tests.preflight.support import compile_on_one_chip, needs_libtpu
 
@@ -69,3 +72,20 @@ def test_products_as_the_compiler_writes_them(subscripts, shapes, products):
     """As convolutions, those with an axis of their own over padded and dilated windows."""
     compiled = compile_on_one_chip(lambda *xs: jnp.einsum(subscripts, *xs), *shapes)
     assert total(product_flops, compiled.as_text()) == 2 * products
+
+
+@needs_libtpu
+def test_kernels_count_by_what_they_state():
+    def double(x_ref, y_ref):
+        y_ref[...] = x_ref[...] * 2
+
+    def run(x):
+        cost = pl.CostEstimate(flops=10**9, bytes_accessed=10**3, transcendentals=0)
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(double, out_shape=shape, cost_estimate=cost)(jnp.sin(x))
+
+    program, v5e = Program(compile_on_one_chip(run, (16, 256)).as_text()), chip("v5e")
+    (kernel,) = [e.instruction for e in program.executed() if e.instruction.is_kernel]
+    assert kernel_cost(kernel) == (10**9, 10**3)
+    at_peak = round(10**9 / v5e.peak_flops * v5e.clock_hz)
+    assert stated_cycles(program, v5e) == program.cycles() + at_peak > at_peak
