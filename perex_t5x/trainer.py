@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import logging
 from flax import linen as nn
 from jax.tree_util import keystr
 
@@ -433,9 +434,19 @@ def _all_finite(tree: Any) -> jax.Array:
 
 
 def _cycles(compiled: Any, device: Any) -> int | None:
-    """Of a program, as the compiler estimates them; None where it does not."""
+    """Of a program, as the compiler estimates them; None where it does not, or in a way that cannot be read."""
     chip = chip_of(device)
-    return None if chip is None else stated_cycles(Program(compiled.as_text()), chip)
+    if chip is None:
+        return None
+    try:
+        return stated_cycles(Program(compiled.as_text()), chip)
+    except (
+        jax.errors.JaxRuntimeError,
+        LookupError,
+        ValueError,
+    ) as e:  # another version of libtpu: no reason to stop a run
+        logging.warning("the cycles of the compiled step could not be read: %s", e)
+        return None
 
 
 def _check_options(options: GradientOptions) -> None:
