@@ -149,7 +149,7 @@ def _has_type(value: Any, kind: Any) -> bool:
         return isinstance(value, str)
     if isinstance(value, Made) or not inspect.isclass(origin):
         return _is_made(value, origin)
-    if origin is collections.abc.Callable:
+    if origin in (collections.abc.Callable, type):  # what makes instances serves as a class
         return callable(value)
     if origin in (dict, collections.abc.Mapping):
         return isinstance(value, Mapping) and (
@@ -209,8 +209,8 @@ def _words(kind: Any) -> str:
         noun = "None"
     elif origin is Literal:
         noun = " or ".join(filter(None, [", ".join(map(repr, parts[:-1])), repr(parts[-1])]))
-    elif origin is collections.abc.Callable:
-        noun = "a function (@...)"
+    elif origin in (collections.abc.Callable, type):
+        noun = "a function (@...)" if origin is collections.abc.Callable else "a class (@...)"
     elif origin in (dict, collections.abc.Mapping):
         inside = ": ".join(expected(part).removeprefix("a ") for part in parts)
         noun = f"a dictionary ({inside})" if parts else "a dictionary"
@@ -256,7 +256,7 @@ def is_plain(annotation: Any) -> bool:
     for kind in _members(annotation):
         bare = _bare(kind)
         origin, parts = typing.get_origin(bare), typing.get_args(bare)
-        if origin not in (None, Literal, collections.abc.Callable) and not all(map(is_plain, parts)):
+        if origin not in (None, Literal, collections.abc.Callable, type) and not all(map(is_plain, parts)):
             return False
         if origin is None and bare not in (bool, int, float, str, None, types.NoneType, ..., dict, list, tuple):
             return False

@@ -10,7 +10,9 @@ it, all with file and line, before any module is configured. Then gin itself par
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import io
 import os
 import re
 import sys
@@ -27,7 +29,7 @@ from gin import config_parser
 
 from perex_t5x import files as files_lib
 from perex_t5x.cli.flags import rewrite_gin_args
-from perex_t5x.errors import ConfigError, did_you_mean
+from perex_t5x.errors import ConfigError, did_you_mean, writing_failed
 
 __all__ = [
     "BindingNames",
@@ -92,7 +94,9 @@ def find_file(filename: str, search_paths: Sequence[str], source: str) -> str:
     )
 
 
-def _scan_statements(text: Any, where: str, search_paths: Sequence[str], scan: _Scan) -> None:
+def _scan_statements(
+    text: Any, where: str, search_paths: Sequence[str], scan: _Scan, including: tuple[str, ...] = ()
+) -> None:
     names = BindingNames()
     try:
         for statement in config_parser.ConfigParser(text, names):
@@ -105,7 +109,10 @@ def _scan_statements(text: Any, where: str, search_paths: Sequence[str], scan: _
                     scan.imports[statement.format()] = name
                     scan.modules[name] = statement.module if whole else name
             elif isinstance(statement, config_parser.IncludeStatement):
-                _scan_file(find_file(statement.filename, search_paths, place), search_paths, scan)
+                included = find_file(statement.filename, search_paths, place)
+                if os.path.realpath(included) in including:
+                    raise ConfigError(f"{place}: {included} includes itself, directly or through others. Take it out.")
+                _scan_file(included, search_paths, scan, including)
             elif isinstance(statement, config_parser.BindingStatement):
                 selector = statement.selector.rpartition(".")[2] if statement.arg_name else statement.selector
                 name = f"{statement.scope}/{selector}" if statement.scope else selector
@@ -115,16 +122,35 @@ def _scan_statements(text: Any, where: str, search_paths: Sequence[str], scan: _
             for macro in names.macros:
                 scan.used.setdefault(macro, place)
             names.macros.clear()
+    except ConfigError:
+        raise
     except SyntaxError as e:
-        line = (e.text or "").strip()
-        raise ConfigError(f"{where}, line {e.lineno}: {e.msg}\n    {line}") from None
+        line = (e.text or "").strip()[:200]
+        raise ConfigError(f"{where}, line {e.lineno}: {e.msg[:500]}\n    {line}") from None
     except tokenize.TokenError as e:
         raise ConfigError(f"{where}: {e.args[0]} (a bracket or a quote is not closed).") from None
+    except Exception as e:  # Python's parser has many ways to say that it is too deep, too long or no text
+        raise ConfigError(f"{where}: cannot be read as Gin: {_first_line(e)}.") from None
 
 
-def _scan_file(path: str, search_paths: Sequence[str], scan: _Scan) -> None:
-    with open(path, encoding="utf-8") as f:
-        _scan_statements(f, path, search_paths, scan)
+def _scan_file(path: str, search_paths: Sequence[str], scan: _Scan, including: tuple[str, ...] = ()) -> None:
+    try:
+        content = Path(path).read_bytes()
+        text = content.decode("utf-8")
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror or e}.") from None
+    except UnicodeDecodeError as e:
+        line = content[: e.start].count(b"\n") + 1
+        raise ConfigError(f"{path}, line {line}: is not text in UTF-8 (byte 0x{content[e.start]:02x}).") from None
+    if "\x00" in text:  # the tokenizer would stop there and take the rest for nothing
+        line = text.partition("\x00")[0].count("\n") + 1
+        raise ConfigError(f"{path}, line {line}: holds a zero byte: it is no text, or was not written to its end.")
+    _scan_statements(io.StringIO(text), path, search_paths, scan, (*including, os.path.realpath(path)))
+
+
+def _first_line(e: BaseException) -> str:
+    text = str(e).strip()
+    return f"{type(e).__name__}: {text.splitlines()[0][:300].rstrip('.')}" if text else type(e).__name__
 
 
 def _quoted(binding: str) -> str:
@@ -140,7 +166,7 @@ def _quoted(binding: str) -> str:
         )
     try:
         config_parser.ConfigParser(f"x = {value}", BindingNames()).parse_statement()
-    except (SyntaxError, tokenize.TokenError):
+    except Exception:  # not only SyntaxError: Python's parser also refuses what is too deep or too long
         if not _PLAIN_STRING.fullmatch(value):
             raise ConfigError(
                 f"gin binding {binding!r}: {value!r} is not a value gin can read. Numbers, True, None, tuples and "
@@ -194,6 +220,8 @@ def _parameters(configurable: Any) -> list[str]:
 def _explain(e: Exception, scan: _Scan) -> ConfigError:
     """Turns gin's error into one that names the nearest known name. Gin's text already carries file and line."""
     text = re.sub(r"\n\s*In bindings string line \d+\n\s*", "\n  In --gin.", str(e))
+    if not isinstance(e, ValueError | NameError | AttributeError | ImportError | TypeError | SyntaxError):
+        text = f"{type(e).__name__}: {text}"  # of a module that a file imports: the text alone may say nothing
     hint = ""
     parameter = re.search(r"Configurable '([\w.]+)' doesn't have a parameter named '(\w+)'", text)
     attribute = re.search(r"Couldn't resolve selector ([\w.]+); <module '([\w.]+)'.*has no attribute (\w+)", text)
@@ -237,7 +265,7 @@ def _plain_files_only() -> Iterator[None]:
     """Gin also looks for an included file inside Python packages of its folder's name: a folder `runs` in the working
     directory would do for one, and break it. Files are found by `find_file`'s rules alone."""
     readers = gin.config._FILE_READERS
-    gin.config._FILE_READERS = [(open, os.path.isfile)]
+    gin.config._FILE_READERS = [(functools.partial(open, encoding="utf-8"), os.path.isfile)]
     try:
         yield
     finally:
@@ -282,7 +310,7 @@ def parse_gin_flags(
             gin.finalize()
     except ConfigError:
         raise
-    except (ValueError, NameError, AttributeError, ImportError, TypeError, OSError, SyntaxError) as e:
+    except Exception as e:  # of Gin, or of a module that a file imports
         raise _explain(e, scan) from e
 
 
@@ -304,6 +332,7 @@ def building() -> Iterator[None]:
         ArithmeticError,
         AssertionError,
         NotImplementedError,
+        RecursionError,  # of configurables that need each other
     ) as e:
         logging.info("building the configuration failed", exc_info=True)
         names = re.findall(r"In call to configurable '([\w.]+)'", str(e))
@@ -335,12 +364,22 @@ def summarize_gin_config(model_dir: str, summary_writer: Any = None, step: int =
     path = epath.Path(model_dir) / "config.gin"
     path.parent.mkdir(parents=True, exist_ok=True)
     files_lib.clear_way(path)
+    try:
+        _keep_former(path, text)
+        path.write_text(text)
+    except OSError as e:
+        raise writing_failed(
+            f"{path} cannot be written: {e.strerror or e}. Remove it, or choose another MODEL_DIR.", e
+        ) from e
+    if summary_writer is not None:
+        summary_writer.write_texts(step, {"config": gin.markdown(text)})
+
+
+def _keep_former(path: Any, text: str) -> None:
+    """Renames a configuration that differs."""
     if path.exists() and path.read_bytes() != text.encode():
         n = 1
         while (older := path.parent / f"config.{n}.gin").exists():
             n += 1
         path.rename(older)
         logging.info("configuration changed: the former one is kept as %s", older)
-    path.write_text(text)
-    if summary_writer is not None:
-        summary_writer.write_texts(step, {"config": gin.markdown(text)})

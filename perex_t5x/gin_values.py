@@ -34,7 +34,14 @@ def check(places: Places) -> None:
         name = f"{scope}/{configurable.name}" if scope else configurable.name
         for argument, value in bound.items():
             macros: list[str] = []
-            plain = _resolved(value, macros)
+            try:
+                plain = _resolved(value, macros)
+            except _CircleError as e:
+                shown = " -> ".join(f"%{macro}" for macro in e.path)
+                where = ", ".join(dict.fromkeys(filter(None, (places.get((macro, "")) for macro in e.path))))
+                raise ConfigError(f"macros that refer to each other in a circle: {shown} ({where}).") from None
+            except TypeError as e:
+                raise ConfigError(f"{name}.{argument}: cannot be read: {e}.") from None
             if argument not in annotations or not (text := arguments.problem(plain, annotations[argument])):
                 continue
             macro = f"the macro {macros[-1]}" if macros else ""
@@ -66,25 +73,37 @@ def _annotations(wrapped: Any) -> Mapping[str, Any]:
     return {**annotations, **known}
 
 
-def _resolved(value: Any, macros: list[str]) -> Any:
-    """A value without macros, whose names are added to `macros`, and with stand-ins for what is not made yet."""
+class _CircleError(Exception):
+    """Macros that need each other's values: `path` begins and ends with the same."""
+
+    def __init__(self, path: tuple[str, ...]):
+        self.path = path
+
+
+def _resolved(value: Any, macros: list[str], path: tuple[str, ...] = ()) -> Any:
+    """A value without macros, whose names are added to `macros`, and with stand-ins for what is not made yet.
+
+    `path`: the macros in whose values this one is.
+    """
     if isinstance(value, gin.config.ConfigurableReference):
-        return _referred(value, macros)
+        return _referred(value, macros, path)
     if isinstance(value, dict):
-        return {_resolved(k, macros): _resolved(v, macros) for k, v in value.items()}
+        return {_resolved(k, macros, path): _resolved(v, macros, path) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_resolved(item, macros) for item in value)
+        return type(value)(_resolved(item, macros, path) for item in value)
     return value
 
 
-def _referred(reference: Any, macros: list[str]) -> Any:
+def _referred(reference: Any, macros: list[str], path: tuple[str, ...]) -> Any:
     wrapped, name = reference.configurable.wrapped, "/".join(reference.scopes)
     if wrapped is gin.config.macro:
         bound = gin.config._CONFIG.get((name, reference.configurable.selector), {})
-        if name in macros or "value" not in bound:  # a circle, which Gin finds when it is used
+        if name in path:
+            raise _CircleError((*path[path.index(name) :], name))
+        if "value" not in bound:
             return arguments.UNKNOWN
         macros.append(name)
-        return _resolved(bound["value"], macros)
+        return _resolved(bound["value"], macros, (*path, name))
     if wrapped is gin.config._retrieve_constant:
         return arguments.UNKNOWN
     if not reference.evaluate:
