@@ -69,21 +69,21 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import jax
 import optax
 from etils import epath
 
-from perex_t5x import loop
-from perex_t5x.arguments import PositiveInt
+from perex_t5x import arguments, gin_utils, loop, run_dir
+from perex_t5x.arguments import Interval, PositiveInt
 from perex_t5x.checkpoints import Checkpointer
 from perex_t5x.cli.progress import Progress
-from perex_t5x.data.feed import make_feed
+from perex_t5x.data import lookup
+from perex_t5x.data.feed import batch_spec, check_random_access, make_feed
 from perex_t5x.metrics import MetricsWriter, flops_per_step, model_flops_utilization
 from perex_t5x.models import protocol
 from perex_t5x.partitioning import PjitPartitioner
-from perex_t5x.run_dir import tree_bytes
 from perex_t5x.train import Setup, timed
 from perex_t5x.trainer import Trainer, TrainState
 from perex_t5x.utils import DatasetConfig, SaveCheckpointConfig
@@ -112,15 +112,15 @@ def in_turns(measures: Mapping[_Name, Callable[[], float]], rounds: int) -> dict
 def benchmark(
     *,
     name: str,
-    model: Any,
+    model: protocol.Model,
     dataset_cfg: DatasetConfig,
     partitioner: PjitPartitioner,
     trainer_cls: Callable[..., Trainer],
-    steps: int = 50,
-    rounds: int = 5,
+    steps: PositiveInt = 50,
+    rounds: PositiveInt = 5,
     model_dir: str | None = None,
     save_period: PositiveInt | None = None,
-    pause: float = 0.0,
+    pause: Annotated[float, Interval("[0, 3600]")] = 0.0,
     dry_run: bool = False,
 ) -> dict[str, Any]:
     """Times `rounds` rounds of `steps` steps of each loop and prints the result as one JSON line.
@@ -136,15 +136,23 @@ def benchmark(
         whose cores are its devices, whatever else they do is in every ratio.
       dry_run: stop after all checks.
     """
-    trainer = trainer_cls(model=model, partitioner=partitioner)
-    trainer.check_batch_size(dataset_cfg.batch_size)
-    partitioner.check_model(protocol.sharded_dimensions(model))
+    arguments.check("benchmark", arguments.hints(benchmark), dict(locals()))
+    with gin_utils.building():
+        trainer = trainer_cls(model=model, partitioner=partitioner)
+        trainer.check_batch_size(dataset_cfg.batch_size)
+        partitioner.check_model(protocol.sharded_dimensions(model))
+        converter = protocol.feature_converter_cls(model)
+        check_random_access(dataset_cfg, converter, "the benchmark")
+        lookup.check_vocabulary(dataset_cfg.mixture_or_task_name, model)
+        if model_dir is not None:
+            run_dir.prepare(model_dir, dry_run=True)
+        spec = batch_spec(dataset_cfg, converter)
+        setup = Setup(trainer, spec, *trainer.abstract_state({k: v.shape for k, v in spec.items()}))
+        trainer.check_functions(setup.shapes.params)
     if dry_run:
         print("dry run: the configuration is fine.")
         return {}
-    feed = make_feed(dataset_cfg, protocol.feature_converter_cls(model))
-    spec = feed.element_spec
-    setup = Setup(trainer, spec, *trainer.abstract_state({k: v.shape for k, v in spec.items()}))
+    feed = make_feed(dataset_cfg, converter)
     step_fn, compile_seconds = timed(lambda: trainer.compiled_step(setup.shapes, setup.shardings, spec))
 
     def paused(*arguments: Any) -> Any:
@@ -203,7 +211,7 @@ def benchmark(
     if save_period is not None:
         ratios = _ratios(paces["saving"][1:], paces["framework"][1:])  # the first round warmed up
         result |= {"saving_overhead": statistics.median(ratios) - 1, "saving_overhead_all": [r - 1 for r in ratios]}
-        result |= {"save_period": save_period, "checkpoint_bytes": tree_bytes(setup.shapes)}
+        result |= {"save_period": save_period, "checkpoint_bytes": run_dir.tree_bytes(setup.shapes)}
     print(json.dumps(result))
     return result
 

@@ -98,8 +98,18 @@ def check(path: str, shapes: TrainState, config: RestoreCheckpointConfig | None 
     Returns:
       The step that the run would begin at.
     """
-    sources = _sources(path, {k: v for k, v in flatten(shapes.state_dict()).items() if k != "rng"}, config)
-    return (step_of(path) or 0) if "state/step" in sources else 0
+    return (step_of(path) or 0) if "state/step" in leaves_given(path, shapes, config, ("target", "state")) else 0
+
+
+def leaves_given(
+    path: str, shapes: TrainState, config: RestoreCheckpointConfig | None, parts: tuple[str, ...]
+) -> set[str]:
+    """Names of the leaves that `restore` with these arguments would read. Raises `ConfigError` if it would."""
+    return set(_sources(path, _wanted(shapes, parts), config))
+
+
+def _wanted(shapes: TrainState, parts: tuple[str, ...]) -> dict[str, Any]:
+    return {k: v for k, v in flatten(shapes.state_dict()).items() if k.split("/")[0] in parts}
 
 
 def _sources(path: str, wanted: Mapping[str, Any], config: RestoreCheckpointConfig | None) -> dict[str, str]:
@@ -149,7 +159,7 @@ def restore(
       config: assignment map, fallback, dtype; None: everything must match.
       parts: which top-level parts to read; evaluation reads only ('target',).
     """
-    wanted = {k: v for k, v in flatten(shapes.state_dict()).items() if k.split("/")[0] in parts}
+    wanted = _wanted(shapes, parts)
     places = flatten(shardings.state_dict())
     with ocp.PyTreeCheckpointer() as checkpointer:
         sources = _sources(path, wanted, config)

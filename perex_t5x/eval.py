@@ -19,11 +19,10 @@ from typing import Any
 
 from etils import epath
 
-from perex_t5x import checkpoints, distributed, files, gin_utils, run_dir
-from perex_t5x.data import lookup
-from perex_t5x.evaluation import InferenceEvaluator
-from perex_t5x.inference import paths_to_restore, restore_params
-from perex_t5x.models.protocol import Model, feature_converter_cls
+from perex_t5x import arguments, checkpoints, distributed, files, gin_utils, run_dir
+from perex_t5x.evaluation import InferenceEvaluator, check_inference
+from perex_t5x.inference import check_params, paths_to_restore, restore_params
+from perex_t5x.models.protocol import Model
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig
 
@@ -51,9 +50,13 @@ def evaluate(
       summarize_config_fn: writes `config.gin`.
       dry_run: stop after all checks.
     """
-    paths = distributed.from_process_0("checkpoints", lambda: paths_to_restore(restore_checkpoint_cfg))
-    lookup.check_evaluation(dataset_cfg, feature_converter_cls(model), "DatasetConfig")
-    run_dir.prepare(output_dir, dry_run=dry_run, binding="EVAL_OUTPUT_DIR")
+    arguments.check("evaluate", arguments.hints(evaluate), dict(locals()))
+    with gin_utils.building():
+        paths = distributed.from_process_0("checkpoints", lambda: paths_to_restore(restore_checkpoint_cfg))
+        check_inference(partitioner, model, dataset_cfg, "DatasetConfig")
+        for path in paths if dry_run else ():  # else each in its turn: their number may be large
+            check_params(model, partitioner, path, restore_checkpoint_cfg, dataset_cfg)
+        run_dir.prepare(output_dir, dry_run=dry_run, binding="EVAL_OUTPUT_DIR")
     is_writer = distributed.is_writer()
     if dry_run:
         if is_writer:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 
 from perex_t5x import distributed
 from perex_t5x.data import lookup
@@ -37,6 +39,36 @@ def check(partitioner: PjitPartitioner, model: Model, config: DatasetConfig, eva
         raise ConfigError(f"train.eval_steps = {eval_steps}: give at least 1, or None for the whole split.")
     partitioner.check_batch(config.batch_size, "train_eval/utils.DatasetConfig.batch_size")
     batch_spec(config, feature_converter_cls(model))
+
+
+def check_inference(partitioner: PjitPartitioner, model: Model, config: DatasetConfig, binding: str) -> list[Any]:
+    """The tasks that a decoding evaluation evaluates; raises `ConfigError` for anything wrong with it. Reads no data."""
+    import seqio
+
+    provider = lookup.check_evaluation(config, feature_converter_cls(model), binding)
+    partitioner.check_batch(config.batch_size, f"{binding}.batch_size")
+    every = seqio.get_subtasks(provider)
+    tasks = [task for task in every if config.split.split("[")[0] in map(str, task.splits) and task.metric_fns]
+    if not tasks:
+        names = ", ".join(task.name for task in every)
+        raise ConfigError(f"none of {names} has both a split {config.split!r} and metric_fns: nothing to evaluate.")
+    for task in tasks:
+        if task.score_metric_fns:
+            protocol.require(model, protocol.Scores, f"a metric of task {task.name!r}")
+        if task.predict_metric_fns or task.predict_with_aux_metric_fns:
+            protocol.require(model, protocol.Predicts, f"a metric of task {task.name!r}")
+        if config.task_feature_lengths is None and any(map(_needs_lengths, task.preprocessors)):
+            raise ConfigError(
+                f"{task.name!r} cuts its examples to a length, so TASK_FEATURE_LENGTHS = None ('the longest') has no "
+                "meaning for it: give lengths, for instance {'targets': 512}."
+            )
+    return tasks
+
+
+def _needs_lengths(preprocessor: Any) -> bool:
+    """As SeqIO asks it."""
+    parameter = inspect.signature(preprocessor).parameters.get("sequence_length")
+    return parameter is not None and parameter.default is parameter.empty
 
 
 class TrainEvaluator:
@@ -116,10 +148,12 @@ class InferenceEvaluator:
         log_dir: str,
     ):
         import seqio
+        import tensorflow as tf
 
         converter_cls = feature_converter_cls(model)
-        provider = lookup.check_evaluation(config, converter_cls, "infer_eval/utils.DatasetConfig")
-        self.tasks = [task.name for task in seqio.get_subtasks(provider)]
+        tasks = check_inference(partitioner, model, config, "infer_eval/utils.DatasetConfig")
+        if distributed.is_writer():
+            epath.Path(log_dir).mkdir(parents=True, exist_ok=True)  # not every logger of SeqIO makes it
         try:
             self._evaluator = (evaluator_cls or seqio.Evaluator)(
                 mixture_or_task_name=config.mixture_or_task_name,
@@ -131,24 +165,15 @@ class InferenceEvaluator:
                 log_dir=log_dir,
                 **({} if distributed.is_writer() else {"logger_cls": ()}),
             )
-        except ValueError as e:
-            if "automatic sequence length detection" not in str(e):
-                raise
+        except (tf.errors.OpError, OSError):
+            raise  # of what the examples are read from
+        except Exception as e:
+            text = (str(e).strip() or type(e).__name__).splitlines()[0]
             raise ConfigError(
-                f"{config.mixture_or_task_name!r} cuts its examples to a length, so TASK_FEATURE_LENGTHS = None ('the "
-                "longest') has no meaning for it: give lengths, for instance {'targets': 512}."
+                f"the evaluator of {config.mixture_or_task_name!r} cannot be made: {text}. See what is bound to "
+                "seqio.Evaluator, and to infer_eval/utils.DatasetConfig."
             ) from e
-        if not self._evaluator.eval_tasks:
-            raise ConfigError(
-                f"none of {', '.join(self.tasks)} has both a split {config.split!r} and metric_fns: nothing to "
-                "evaluate."
-            )
-        self.folders = [f"inference_eval/{task.name}" for task in self._evaluator.eval_tasks]
-        for task in self._evaluator.eval_tasks:
-            if task.score_metric_fns:
-                protocol.require(model, protocol.Scores, f"a metric of task {task.name!r}")
-            if task.predict_metric_fns or task.predict_with_aux_metric_fns:
-                protocol.require(model, protocol.Predicts, f"a metric of task {task.name!r}")
+        self.folders = [f"inference_eval/{task.name}" for task in tasks]
 
         def predict(params: Any, batch: Any, keys_B: Any) -> Any:
             tokens, aux = model.predict_batch_with_aux(params, batch)

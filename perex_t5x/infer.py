@@ -28,7 +28,7 @@ from etils import epath
 from perex_t5x import arguments, distributed, files, gin_utils, run_dir
 from perex_t5x.arguments import Count, Interval, PositiveInt, Seed
 from perex_t5x.data import lookup
-from perex_t5x.inference import BatchRunner, paths_to_restore, restore_params
+from perex_t5x.inference import BatchRunner, check_params, paths_to_restore, restore_params
 from perex_t5x.models import decoding, protocol
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig
@@ -70,13 +70,17 @@ def infer(
     import seqio
 
     arguments.check("infer", arguments.hints(infer), dict(locals()))
-    protocol.require(model, protocol.Scores if mode == "score" else protocol.Predicts, f"infer.mode = {mode!r}")
-    keys = jax.random.key(random_seed)
-    decoding.check_arguments(decode_method, keys, num_decodes, temperature, top_k, 0.6, None)
-    path = distributed.from_process_0("checkpoint", lambda: paths_to_restore(restore_checkpoint_cfg)[-1])
-    converter_cls = protocol.feature_converter_cls(model)
-    provider = lookup.check_evaluation(dataset_cfg, converter_cls, "DatasetConfig")
-    run_dir.prepare(output_dir, dry_run=dry_run, binding="INFER_OUTPUT_DIR")
+    with gin_utils.building():
+        protocol.require(model, protocol.Scores if mode == "score" else protocol.Predicts, f"infer.mode = {mode!r}")
+        keys = jax.random.key(random_seed)
+        decoding.check_arguments(decode_method, keys, num_decodes, temperature, top_k, 0.6, None)
+        path = distributed.from_process_0("checkpoint", lambda: paths_to_restore(restore_checkpoint_cfg)[-1])
+        converter_cls = protocol.feature_converter_cls(model)
+        provider = lookup.check_evaluation(dataset_cfg, converter_cls, "DatasetConfig")
+        partitioner.check_batch(dataset_cfg.batch_size, "DatasetConfig.batch_size")
+        if dry_run:
+            check_params(model, partitioner, path, restore_checkpoint_cfg, dataset_cfg)
+        run_dir.prepare(output_dir, dry_run=dry_run, binding="INFER_OUTPUT_DIR")
     is_writer = distributed.is_writer()
     if dry_run:
         if is_writer:

@@ -35,6 +35,15 @@ def restore_params(
     model: Model, partitioner: PjitPartitioner, path: str, config: RestoreCheckpointConfig, dataset_cfg: DatasetConfig
 ) -> Any:
     """Reads the parameters alone, sharded as the partitioner says."""
+    shapes, shardings = check_params(model, partitioner, path, config, dataset_cfg)
+    restored = checkpoints.restore(path, shapes, shardings, config, parts=("target",))
+    return checkpoints.merge(shapes, restored).params
+
+
+def check_params(
+    model: Model, partitioner: PjitPartitioner, path: str, config: RestoreCheckpointConfig, dataset_cfg: DatasetConfig
+) -> tuple[TrainState, TrainState]:
+    """Shapes and shardings of a model's parameters. Raises `ConfigError` if `restore_params` would; reads no arrays."""
     partitioner.check_model(sharded_dimensions(model))
     if hasattr(model, "REQUIRED_FEATURES"):  # parameters do not depend on lengths, which may be left open
         inputs = {name: (1, 8) for name in model.REQUIRED_FEATURES}
@@ -47,12 +56,10 @@ def restore_params(
     shardings = TrainState(partitioner.replicated, partitioner.params_shardings(boxed), {}, partitioner.replicated)
     if refusal := distributed.from_process_0(f"is {path} valid", lambda: checkpoint_files.refusal(path)):
         raise checkpoint_files.DamagedError(f"RestoreCheckpointConfig.path = {config.path!r}: {refusal}")
-    restored = checkpoints.restore(path, shapes, shardings, config, parts=("target",))
-    wanted = checkpoints.flatten({"target": shapes.params})
-    missing = sorted(set(wanted) - set(restored.leaves))
-    if missing:
+    given = checkpoints.leaves_given(path, shapes, config, parts=("target",))
+    if missing := sorted(set(checkpoints.flatten({"target": shapes.params})) - given):
         raise ConfigError(f"checkpoint {path} gives no value for {missing[0]} and {len(missing) - 1} more.")
-    return checkpoints.merge(shapes, restored).params
+    return shapes, shardings
 
 
 class BatchRunner:

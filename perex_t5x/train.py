@@ -263,7 +263,9 @@ class Training:
                 "or keep_best = None."
             )
         if args.infer_eval_dataset_cfg is not None:
-            lookup.check_evaluation(args.infer_eval_dataset_cfg, converter, "infer_eval/utils.DatasetConfig")
+            evaluation.check_inference(
+                trainer.partitioner, model, args.infer_eval_dataset_cfg, "infer_eval/utils.DatasetConfig"
+            )
         with trainer.partitioner.manual():
             computation = protocol.describe_computation(model, spec)
         setup = Setup(trainer, spec, *trainer.abstract_state({k: v.shape for k, v in spec.items()}), computation)

@@ -1,20 +1,31 @@
 """Values that Gin has bound, against the annotations of what they are bound to: meant, refused, or left alone."""
 
+import atexit
 import contextlib
+import dataclasses
+import functools
 import inspect
 import io
+import os
+import re
+import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gin
-import optax
 import pytest
-from hypothesis import HealthCheck, given, settings
+import seqio
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from perex_t5x import gin_utils, models, optimizers, partitioning, schedules, train, trainer, utils
-from perex_t5x.errors import ConfigError, TrainingError
-from tests import tiny
+from perex_t5x import arguments, bench, gin_utils, optimizers, train, utils
+from perex_t5x.errors import ConfigError, DivergedError
+from perex_t5x.eval import evaluate
+from perex_t5x.experiments.sweep import Sweep
+from perex_t5x.infer import infer
+from tests import fuzzing, tiny
 
 RUN = ("MODEL_DIR = 'x'", "TRAIN_STEPS = 2")
 
@@ -100,88 +111,269 @@ def test_what_a_library_refuses_is_a_configuration_error(tmp_path):
 
 # --- fuzz -------------------------------------------------------------------------------------------------------------
 
-CONFIGURABLES = {
-    "train_script.train": train.train,
-    "train/utils.DatasetConfig": utils.DatasetConfig,
-    "train_eval/utils.DatasetConfig": utils.DatasetConfig,
-    "utils.CheckpointConfig": utils.CheckpointConfig,
-    "utils.SaveCheckpointConfig": utils.SaveCheckpointConfig,
-    "utils.RestoreCheckpointConfig": utils.RestoreCheckpointConfig,
-    "trainer.Trainer": trainer.Trainer,
-    "partitioning.PjitPartitioner": partitioning.PjitPartitioner,
-    "partitioning.standard_logical_axis_rules": partitioning.standard_logical_axis_rules,
-    "utils.create_learning_rate_scheduler": schedules.create_learning_rate_scheduler,
-    "models.T5Config": models.T5Config,
-    "models.DecoderOnlyModel": models.DecoderOnlyModel,
-    "optax.adamw": optax.adamw,
-    "optimizers.micro_adam": optimizers.micro_adam,
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A configured function, and what it is configured with; {here} in it is an empty folder, {run} a trained run."""
+
+    function: Callable[..., Any]
+    files: tuple[str, ...]
+    bindings: tuple[str, ...] = ()
+    is_run: bool = True  # by the slow test
+
+    def configure(self, folder: str, *bindings: str) -> None:
+        run = trained() if any("{run}" in b for b in self.bindings) else ""
+        fuzzing.forget_gin()
+        known = [b for b in tiny.BINDINGS if self.function is train.train or not re.match(r"train|WARM|EVAL_|RAND", b)]
+        own = [b.replace("{here}", folder).replace("{run}", run) for b in self.bindings]
+        gin_utils.parse_gin_flags([], self.files, [*known, *own, *bindings])
+
+    def dry_run(self) -> None:
+        gin_utils.call(self.function, dry_run=True)
+
+    def run(self) -> None:
+        gin_utils.call(self.function)
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepCommand:
+    """The same for a sweep, which is described by a file of its own; its runs are checked, and not run."""
+
+    file: str
+    bindings: tuple[str, ...] = ()
+    is_run: bool = False
+
+    def configure(self, folder: str, *bindings: str) -> None:
+        fuzzing.forget_gin()
+        gin_utils.parse_gin_flags([], [self.file], [*self.bindings, *bindings])
+
+    def dry_run(self) -> None:
+        sweep = gin_utils.call(Sweep)
+        fuzzing.forget_gin()
+        sweep.plan([], tiny.BINDINGS)
+        print("the configuration is fine")
+
+
+@functools.cache
+def trained() -> str:
+    """The folder of a run of two steps."""
+    folder = tempfile.mkdtemp(prefix="perex_t5x_fuzz_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with contextlib.redirect_stdout(io.StringIO()):
+        tiny.train(folder, "TRAIN_STEPS = 2")
+    return folder
+
+
+EVERY = os.path.join(os.path.dirname(__file__), "every_configurable.gin")
+TRAIN = ("MODEL_DIR = '{here}/run'", "TRAIN_STEPS = 2")
+DECODER = ("models/tiny.gin", "runs/pretrain.gin", "runs/monitor.gin", "meshes/fsdp_tp.gin")
+RESTORED = ("CHECKPOINT_PATH = '{run}'",)
+CACHED = "train/DatasetConfig.feed = 'cached'"
+PAIRS = (
+    "VOCABULARY = @seqio.ByteVocabulary()",
+    f"MIXTURE_OR_TASK_NAME = '{tiny.PAIRS_TASK}'",
+    "TASK_FEATURE_LENGTHS = {'inputs': 16, 'targets': 16}",
+    "models.T5Config.vocab_size = 384",
+    "models.T5Config.dtype = 'float32'",
+    "models.T5Config.num_encoder_layers = 1",
+    "models.T5Config.num_decoder_layers = 1",
+)
+PIECES = Path(seqio.__file__).parent / "test_data" / "sentencepiece" / "sentencepiece.model"
+
+
+def parameters(configurable: Any) -> dict[str, inspect.Parameter]:
+    try:
+        found = inspect.signature(configurable).parameters
+    except ValueError:  # a class without a constructor of its own
+        return {}
+    return {k: p for k, p in found.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+
+
+def needs(configurable: Any) -> list[str]:
+    return [name for name, parameter in parameters(configurable).items() if parameter.default is parameter.empty]
+
+
+OPTIMIZERS = [name for name in optimizers.__all__ if needs(getattr(optimizers, name)) == ["learning_rate"]]
+COMMANDS = {
+    "train": Command(train.train, (*DECODER, EVERY), ("MODEL_PARALLEL = 1", *TRAIN)),
+    "pairs": Command(train.train, ("models/t5_1_1_small.gin", "runs/pretrain.gin"), (*PAIRS, *TRAIN)),
+    "pieces": Command(
+        train.train,
+        ("models/t5_1_1_small.gin", "runs/pretrain.gin"),
+        (*PAIRS[2:], *TRAIN, f"VOCABULARY_FILE = '{PIECES}'", "MIXTURE_OR_TASK_NAME = 'python_stdlib_span_corruption'"),
+        is_run=False,  # the whole corpus would be tokenised
+    ),
+    "eval": Command(evaluate, ("models/tiny.gin", "runs/eval.gin"), ("EVAL_OUTPUT_DIR = '{here}/out'", *RESTORED)),
+    "infer": Command(
+        infer, ("models/tiny.gin", "runs/infer.gin"), ("INFER_OUTPUT_DIR = '{here}/out'", "NUM_EXAMPLES = 3", *RESTORED)
+    ),
+    "bench": Command(bench.benchmark, ("models/tiny.gin", "runs/bench.gin"), ("STEPS = 1", "ROUNDS = 1", CACHED)),
+    "sweep": SweepCommand("sweeps/sqrt_lr.gin", ("Sweep.batch_sizes = [8, 16]", "Sweep.seeds = [0]")),
+    **{
+        name: Command(
+            train.train, ("models/tiny.gin", "runs/pretrain.gin", EVERY), (f"OPTIMIZER = @optimizers.{name}", *TRAIN)
+        )
+        for name in OPTIMIZERS
+    },
 }
-ARGUMENTS = [
-    f"{name}.{argument}"
-    for name, configurable in CONFIGURABLES.items()
-    for argument in inspect.signature(configurable).parameters
-    if argument not in ("dry_run", "dump_hlo", "profile_steps", "cache_dir")
-]
-FILES = ("models/tiny.gin", "runs/pretrain.gin", "optimizers/micro_adam.gin", "optimizers/adamw.gin")
-WORDS = ["x", "", "false", "16", "float32", "a/b", "(", "../x", "train[:5]", "%", "\x00", "é", "auto", "nan"]
-LITERALS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 40),
-    st.integers(),
-    st.floats(allow_nan=False, allow_infinity=False),
-    st.sampled_from([0.5, 1e-9, 1e400, 2.0**40, -1.0]),
-    st.sampled_from(WORDS),
-    st.text(max_size=5),
-)
-CONTAINERS = st.one_of(
-    st.lists(LITERALS, max_size=3),
-    st.lists(LITERALS, max_size=3).map(tuple),
-    st.dictionaries(st.sampled_from([*WORDS, "targets"]), LITERALS, max_size=2),
-)
-REFERENCES = st.sampled_from(
-    [
-        "@optax.adamw",
-        "@utils.DatasetConfig()",
-        "@utils.DatasetConfig",
-        "%BATCH_SIZE",
-        "%MODEL_DIR",
-        "true",
-        "NONE",
-        "some/path",
-    ]
-)
-VALUES = st.one_of(LITERALS.map(repr), CONTAINERS.map(repr), REFERENCES)
 
 
-def run_twice(binding: str, runs: bool) -> None:
-    """Ours are the only errors; and a configuration that a dry run has accepted trains, or diverges, but is not refused."""
+@functools.cache
+def bindable(name: str) -> dict[str, Any]:
+    """Every configurable, with its scope, that a command's Gin files bind or refer to: name -> what it wraps."""
+    with tempfile.TemporaryDirectory() as folder:
+        COMMANDS[name].configure(folder)
+    found: dict[str, Any] = {}
+
+    def add(scope: str, configurable: Any) -> None:
+        if configurable.module != "gin":
+            short = ".".join(configurable.selector.split(".")[-2:])
+            found[f"{scope}/{short}" if scope else short] = configurable.wrapped
+
+    def look(value: Any) -> None:
+        if isinstance(value, gin.config.ConfigurableReference):
+            add("/".join(value.scopes), value.configurable)
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+            look(item)
+
+    for (scope, selector), bound in gin.config._CONFIG.items():
+        add(scope, gin.config._REGISTRY[selector])
+        look(list(bound.values()))
+    if isinstance(COMMANDS[name], Command):
+        add("", gin.config._REGISTRY["perex_t5x.data.tasks.register_all"])
+        add("", gin.config._REGISTRY["perex_t5x.data.tasks.register_text_files"])
+    fuzzing.forget_gin()
+    return found
+
+
+# Given by the commands themselves, or of Flax.
+NOT_BOUND = ("dry_run", "dump_hlo", "profile_steps", "self", "parent")
+# Of a run: not so long that nobody waits for it; and a folder outside of the example's own.
+NOT_RUN = ("total_steps", "relative_steps", "steps", "rounds", "pause", "cache_dir", "path", "output_dir", "model_dir")
+
+
+@functools.cache
+def bindings_of(name: str, is_run: bool) -> st.SearchStrategy[str]:
+    """Bindings of every argument that a command's Gin files can bind."""
+    each = []
+    for configurable, wrapped in bindable(name).items():
+        hints = arguments.hints(wrapped)
+        for argument in parameters(wrapped):
+            if argument in NOT_BOUND or (is_run and argument in NOT_RUN):
+                continue
+            suiting = fuzzing.suiting(hints.get(argument))
+            is_small = is_run or "layers" in argument  # a thousand layers take a minute to describe
+            values = st.one_of(suiting, fuzzing.SMALL if is_small else fuzzing.ANYTHING)
+            each.append(values.map(f"{configurable}.{argument} = {{}}".format))
+    return st.one_of(each)
+
+
+def bindings(is_run: bool = False) -> st.SearchStrategy[tuple[str, str]]:
+    """(command, binding); commands are as frequent as they have arguments of their own."""
+    commands = ["train"] * 6 + ["eval", "infer", "bench", "sweep", "pairs", "pieces"] + OPTIMIZERS
+    chosen = [name for name in commands if COMMANDS[name].is_run or not is_run]
+    return st.deferred(
+        lambda: st.sampled_from(chosen).flatmap(lambda name: st.tuples(st.just(name), bindings_of(name, is_run)))
+    )
+
+
+def check_binding(name: str, binding: str, is_run: bool = False) -> None:
+    """Ours are the only errors; and a configuration that a dry run has accepted runs, or diverges, but is not refused."""
+    command = COMMANDS[name]
     # A folder that is fuzzed, MODEL_DIR itself, is one in the working directory.
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.chdir(folder),
         contextlib.redirect_stdout(io.StringIO()) as said,
     ):
-        try:
-            tiny.configure(f"MODEL_DIR = '{folder}/run'", "TRAIN_STEPS = 2", binding, files=FILES)
-            gin_utils.call(train.train, dry_run=True)
-        except ConfigError as e:
-            assert str(e).strip()
-            return
-        assert "the configuration is fine" in said.getvalue()
-        if runs:
-            with contextlib.suppress(TrainingError):
-                gin_utils.call(train.train)
+
+        def configure() -> None:
+            command.configure(folder, binding)
+            command.dry_run()
+
+        if not fuzzing.refused(configure):
+            assert "is fine" in said.getvalue()
+            if is_run:
+                with contextlib.suppress(DivergedError), fuzzing.ends():
+                    command.run()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(argument=st.sampled_from(ARGUMENTS), value=VALUES)
-def test_any_value_is_refused_in_our_words_or_accepted(argument, value):
-    run_twice(f"{argument} = {value}", runs=False)
+@example(("pieces", "seqio.SentencePieceVocabulary.sentencepiece_model_file = 'x'"))  # was accepted by a dry run
+@example(("bench", "train/utils.DatasetConfig.feed = 'streaming'"))  # the same, and ended with a ValueError
+@example(("bench", "bench_script.benchmark.steps = 0"))
+@example(("eval", "models.T5Config.emb_dim = 64"))  # other shapes than the checkpoint's
+@example(("infer", "models.T5Config.emb_dim = 64"))
+@example(("eval", "utils.DatasetConfig.batch_size = 3"))
+@fuzzing.few(40)
+@given(bound=bindings())
+def test_any_value_is_refused_in_our_words_or_accepted(bound):
+    check_binding(*bound)
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(argument=st.sampled_from(ARGUMENTS), value=VALUES)
-def test_nothing_that_a_dry_run_accepted_is_refused_later(argument, value):
-    run_twice(f"{argument} = {value}", runs=True)
+@fuzzing.many(4000)
+@given(bound=bindings())
+def test_any_value_of_many_is_refused_in_our_words_or_accepted(bound):
+    check_binding(*bound)
+
+
+@pytest.mark.slow
+@fuzzing.many(400)
+@given(bound=bindings(is_run=True))
+def test_nothing_that_a_dry_run_accepted_is_refused_later(bound):
+    check_binding(*bound, is_run=True)
+
+
+# --- nothing is forgotten ---------------------------------------------------------------------------------------------
+
+
+def test_every_configurable_of_the_shipped_files_is_fuzzed():
+    """By the names that they bind or refer to: a Gin file with a new one needs a command above that reads it."""
+    covered = {short.rpartition("/")[2] for name in COMMANDS for short in bindable(name)}
+    text = "".join(path.read_text() for path in Path(gin_utils.shipped_gin_dir()).rglob("*.gin"))
+    text = re.sub(r"#.*", "", text)
+    written = set(re.findall(r"@(?:\w+/)*(\w+\.\w+)", text)) | set(
+        re.findall(r"^(?:\w+/)*([a-z]\w*\.\w+)[.:]", text, re.M)
+    )
+    assert len(written) > 20
+    missing = written - covered - {"preconditioner.adam_between", "seqio.PyLoggingLogger", "seqio.TensorBoardLogger"}
+    assert not missing
+
+
+def test_every_public_configurable_with_defaults_is_fuzzed():
+    """Of the modules whose names are for Gin alone, and of optimizers, whatever can be an OPTIMIZER."""
+    covered = {short.rpartition("/")[2] for name in COMMANDS for short in bindable(name)}
+    public = {f"utils.{name}" for name in utils.__all__} | {f"optimizers.{name}" for name in OPTIMIZERS}
+    public |= {
+        "bad_numbers.BadNumbers",
+        "monitoring.Monitor",
+        "trainer.Trainer",
+        "sweep.Sweep",
+        "models.EncoderDecoderModel",
+    }
+    assert not public - covered
+
+
+@pytest.mark.parametrize("name", ["train", "pairs", "pieces", "eval", "infer", "bench", "sweep"])
+def test_commands_that_are_fuzzed_are_fine_as_they_are(name, tmp_path, capsys):
+    """Else everything would be refused, whatever its value."""
+    COMMANDS[name].configure(str(tmp_path))
+    COMMANDS[name].dry_run()
+    assert "is fine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name,binding,message",
+    [
+        ("pieces", "VOCABULARY_FILE = 'x'", "sentencepiece_model_file = 'x': there is no such file"),
+        ("bench", "train/utils.DatasetConfig.feed = 'streaming'", "the benchmark reads batches again"),
+        ("bench", "STEPS = 0", "benchmark.steps = 0 .*at least 1"),
+        ("eval", "models.T5Config.emb_dim = 64", "has other shapes"),
+        ("infer", "models.T5Config.emb_dim = 64", "has other shapes"),
+        ("eval", "seqio.Evaluator.logger_cls = ['x']", r"Evaluator.logger_cls = \['x'\] .*a class"),
+    ],
+)
+def test_a_dry_run_finds_what_a_run_would_end_with(name, binding, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        COMMANDS[name].configure(str(tmp_path), binding)
+        COMMANDS[name].dry_run()

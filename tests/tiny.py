@@ -10,6 +10,7 @@ import optax
 from perex_t5x import gin_utils
 
 TASK = "uneven_documents_lm"
+PAIRS_TASK = "uneven_pairs"  # the same with inputs, for encoder-decoder models
 LENGTH = 16
 
 BINDINGS = (

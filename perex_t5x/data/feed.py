@@ -295,13 +295,7 @@ def make_feed(
     provider, lengths = _checked(cfg, feature_converter_cls)
     converter = feature_converter_cls(pack=cfg.pack)
     spec = spec_of(cfg, converter, lengths)
-    kind = cfg.feed
-    if kind == "auto" and saved_position and saved_position.get("feed") in FEEDS:
-        kind = saved_position["feed"]  # a changed limit must not turn a resumed run's data around
-    if kind == "auto":
-        # One process decides: another may see other sizes.
-        fits = distributed.from_process_0("does it fit", lambda: _fits(provider, cfg, spec))
-        kind = "cached" if fits else "streaming"
+    kind = _kind(cfg, provider, spec, saved_position)
     seed = _order_seed(cfg, saved_position)
     if kind == "cached":
         from perex_t5x.data.cached import CachedFeed as FeedClass
@@ -311,3 +305,25 @@ def make_feed(
     if saved_position:
         feed.check_position(saved_position)
     return feed
+
+
+def check_random_access(cfg: Any, feature_converter_cls: type, purpose: str) -> None:
+    """Raises `ConfigError` if the feed of a `DatasetConfig` would be a stream; reads no data."""
+    provider, lengths = _checked(cfg, feature_converter_cls)
+    if _kind(cfg, provider, spec_of(cfg, feature_converter_cls(pack=cfg.pack), lengths), None) == "streaming":
+        raise ConfigError(
+            f"DatasetConfig.feed = {cfg.feed!r} streams {cfg.mixture_or_task_name!r}, and {purpose} reads batches again: "
+            "set DatasetConfig.feed = 'cached', with DatasetConfig.cache_dir if it does not fit into memory."
+        )
+
+
+def _kind(cfg: Any, provider: Any, spec: Mapping[str, Any], saved_position: Mapping[str, Any] | None) -> str:
+    """'cached' or 'streaming'."""
+    kind = cfg.feed
+    if kind == "auto" and saved_position and saved_position.get("feed") in FEEDS:
+        kind = saved_position["feed"]  # a changed limit must not turn a resumed run's data around
+    if kind == "auto":
+        # One process decides: another may see other sizes.
+        fits = distributed.from_process_0("does it fit", lambda: _fits(provider, cfg, spec))
+        kind = "cached" if fits else "streaming"
+    return kind

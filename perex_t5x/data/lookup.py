@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from perex_t5x.errors import ConfigError, did_you_mean
+from perex_t5x.files import is_remote
 
 
 def get_mixture_or_task(name: str, module: str | None = None) -> Any:
@@ -145,6 +146,19 @@ def _same_vocabulary(a: Any, b: Any) -> bool:
     return type(a) is type(b) and getattr(a, path, None) == getattr(b, path, None)
 
 
+def _shown(vocabulary: Any) -> str:
+    """By kind and file: SeqIO's own text would read the file, which may be out of reach."""
+    path = getattr(vocabulary, "sentencepiece_model_file", None)
+    return f"{type(vocabulary).__name__}({path or ''})"
+
+
+def _check_file(vocabulary: Any) -> None:
+    """Of a vocabulary that has one, on this machine: SeqIO reads it only with the first example."""
+    path = getattr(vocabulary, "sentencepiece_model_file", None)
+    if isinstance(path, str) and not is_remote(path) and not os.path.isfile(path):
+        raise ConfigError(f"the vocabulary's sentencepiece_model_file = {path!r}: there is no such file.")
+
+
 def check_vocabulary(name: str, model: Any) -> None:
     """Raises if a task's ids are not the model's; they would be looked up or decoded wrongly without a word."""
     import seqio
@@ -152,6 +166,7 @@ def check_vocabulary(name: str, model: Any) -> None:
     if not hasattr(model, "output_vocabulary"):
         return
     vocab_size = model.config.vocab_size
+    _check_file(model.output_vocabulary)
     models = {"targets": model.output_vocabulary, "inputs": getattr(model, "input_vocabulary", model.output_vocabulary)}
     for task in seqio.get_subtasks(seqio.get_mixture_or_task(name)):
         for feature, spec in task.output_features.items():
@@ -160,9 +175,9 @@ def check_vocabulary(name: str, model: Any) -> None:
             known = (seqio.ByteVocabulary, seqio.SentencePieceVocabulary)
             if isinstance(vocabulary, known) and isinstance(own, known) and not _same_vocabulary(vocabulary, own):
                 raise ConfigError(
-                    f"Feature {feature!r} of task {task.name!r} is encoded with {vocabulary}, but the model's VOCABULARY "
-                    f"is {own}. Give the tasks the model's, tasks.register_all.vocabulary = %VOCABULARY (or a path), or "
-                    "bind VOCABULARY to the task's."
+                    f"Feature {feature!r} of task {task.name!r} is encoded with {_shown(vocabulary)}, but the model's "
+                    f"VOCABULARY is {_shown(own)}. Give the tasks the model's, tasks.register_all.vocabulary = "
+                    "%VOCABULARY (or a path), or bind VOCABULARY to the task's."
                 )
             size = 0 if isinstance(vocabulary, seqio.SentencePieceVocabulary) else getattr(vocabulary, "vocab_size", 0)
             if size > vocab_size:
