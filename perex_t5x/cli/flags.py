@@ -48,7 +48,7 @@ def parse(args: Sequence[str]) -> list[str]:
 
     try:
         return flags.FLAGS(args)
-    except flags.Error as e:
+    except (flags.Error, ValueError) as e:  # the second of --noNAME=VALUE
         message = str(e).replace(" ?", "?")
         raise ConfigError(f"{message}{'' if message[-1:] in '.?' else '.'} --help lists the flags.") from None
 

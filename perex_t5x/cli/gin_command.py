@@ -104,7 +104,7 @@ def _run_flags(command: str, args: Any) -> dict[str, Any]:
         if command != "train":
             raise ConfigError("--profile_steps is for perex_t5x.train only.")
         first, _, last = args.profile_steps.partition(":")
-        if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
             raise ConfigError(f"--profile_steps={args.profile_steps}: write FIRST:LAST, such as 10:15.")
         given["profile_steps"] = (int(first), int(last))
     return given

@@ -77,6 +77,10 @@ def find(
       timeout: seconds that a cluster may take to answer.
       environ, detect: other ones, for tests.
     """
+    if not detection.strip():  # JAX would take it for 'auto', and then for the name of a cluster that has to be there
+        raise ConfigError(
+            f"--cluster_detection={detection!r}: give auto, off, or a method that JAX knows, such as mpi4py."
+        )
     given: list[Any] = [address, count, index]
     sources = list(_FLAGS)
     for i, names in enumerate(_VARIABLES):
@@ -136,7 +140,7 @@ def _detected(detect: Callable[..., tuple[Any, ...]], detection: str, timeout: i
 
 def _checked(info: ProcessInfo, sources: list[str]) -> ProcessInfo:
     host, _, port = info.address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"{sources[0]} = {info.address!r}: write HOST:PORT of process 0, such as 10.0.0.1:8476.")
     if info.count < 1:
         raise ConfigError(f"{sources[1]} = {info.count}: there is at least one process.")

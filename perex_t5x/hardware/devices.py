@@ -58,7 +58,7 @@ def reserve_threads(environment: MutableMapping[str, str] = os.environ) -> None:
     '1024'
     """
     counts = _COUNT.findall(environment.get("XLA_FLAGS", "")) or [environment.get("JAX_NUM_CPU_DEVICES", "")]
-    devices = int(counts[-1]) if counts[-1].isdigit() else 1
+    devices = int(counts[-1]) if counts[-1].isdecimal() else 1
     if devices > 1:
         environment.setdefault("PJRT_NPROC", str(max(2 * devices, os.cpu_count() or 1)))
 

@@ -37,6 +37,7 @@ from perex_t5x.distributed.rendezvous import SECRET
 from perex_t5x.errors import Reason
 
 _SECRET = secrets.token_hex(16)
+_MOST = 1024  # processes, or devices of each: more of them are a slip of the hand, and start nowhere
 _PERIOD = 0.05  # seconds between looks at the processes
 # From several threads at once.
 _NOISE = re.compile(rb"\[Gloo\] Rank|peer ranks\. Expected number of connected peer ranks")
@@ -157,9 +158,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--devices", type=_positive, default=4, help="fake CPU devices of each (default 4)")
     parser.add_argument("--module", default="perex_t5x.train", help="what to run (default perex_t5x.train)")
     parser.add_argument(
-        "--timeout", type=float, default=math.inf, help="stop all after this many seconds, with exit code 124"
+        "--timeout", type=_seconds, default=math.inf, help="stop all after this many seconds, with exit code 124"
     )
-    parser.add_argument("--grace", type=float, default=10.0, help="seconds between asking and killing (default 10)")
+    parser.add_argument("--grace", type=_seconds, default=10.0, help="seconds between asking and killing (default 10)")
     parser.add_argument(
         "--restarts", type=_count, default=0, help="how often all are started again after a failure (default 0)"
     )
@@ -172,13 +173,21 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number, at most {_MOST}")
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    """Also 'inf'; 'nan' would be a limit that is never reached, and a negative one is a mistake."""
+    with contextlib.suppress(ValueError):
+        if float(text) >= 0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+
+
 def _count(text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
 

@@ -368,7 +368,7 @@ def _slice(text: str | None) -> int:
 
 
 def _number(name: str, text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ConfigError(f"{name}={text!r} is not a number.")
     return int(text)
 
