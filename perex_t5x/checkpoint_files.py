@@ -106,12 +106,12 @@ def _without_checksums(path: str, own: bool) -> list[str]:
     folder = files.as_path(path)
     try:
         metadata = folder / _METADATA
-        recorded = json.loads(metadata.read_bytes()).get("custom_metadata") if metadata.exists() else None
+        recorded = json.loads(files.read_bytes(metadata)).get("custom_metadata") if metadata.exists() else None
         if (recorded or {}).get("checksums"):
             return [f"{checksums.FILE} is missing"]
         if own and "data" not in read_run(path):
             return ["run/metadata, with the position in the data, is missing"]
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return [f"{_METADATA} cannot be read"]
     except DamagedError as e:
         return [str(e)]
@@ -136,8 +136,8 @@ def read_run(path: str) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        content = json.loads(file.read_bytes())
-    except ValueError as e:
+        content = json.loads(files.read_bytes(file))
+    except (ValueError, RecursionError) as e:
         raise DamagedError(f"{file} cannot be read: {e}") from e
     if not isinstance(content, dict):
         raise DamagedError(f"{file} does not hold a JSON object")

@@ -63,10 +63,10 @@ def problems(folder: str | os.PathLike[str], *, contents: bool = True) -> list[s
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(files.read_bytes(path))
         recorded = {name: (int(size), str(checksum)) for name, (size, checksum) in content["files"].items()}
         known = content["algorithm"] == "crc32c"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return [f"{FILE} cannot be read"]
     if not known:
         return [f"{FILE} names another algorithm than crc32c"]

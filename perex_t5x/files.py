@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -43,6 +44,23 @@ def as_path(path: str | os.PathLike[str]) -> Any:
 
         return epath.Path(path)
     return Path(path)
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The content of a file; `OSError` where there is none, also for a name that no file can have, and for what is no file:
+    a pipe in the place of one would be waited for without end.
+
+    >>> read_bytes("/dev/zero")
+    Traceback (most recent call last):
+    OSError: [Errno 22] not a file: '/dev/zero'
+    """
+    try:
+        found = as_path(path)
+        if not is_remote(path) and found.exists() and not found.is_file():
+            raise OSError(errno.EINVAL, "not a file", os.fspath(path))
+        return found.read_bytes()
+    except ValueError as e:  # zero bytes, or halves of characters, in the name
+        raise OSError(errno.EINVAL, str(e), os.fspath(path)) from None
 
 
 @contextlib.contextmanager

@@ -69,8 +69,8 @@ class Attempt:
         if not isinstance(value, dict) or not isinstance(value.get("milliseconds"), dict):
             raise ValueError(f"not an attempt: {text[:80]!r}")
         sums = {phase: int(ms) for phase, ms in value["milliseconds"].items() if phase in PHASES}
-        known = {field.name: value[field.name] for field in dataclasses.fields(cls) if field.name in value}
-        return cls(**{**known, "begun": int(value["begun"]), "milliseconds": sums})
+        steps = {name: int(value[name]) for name in ("first_step", "step")}
+        return cls(begun=int(value["begun"]), milliseconds=sums, **steps, done=value.get("done") is True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,12 +184,21 @@ def read_attempts(model_dir: str | os.PathLike[str]) -> list[Attempt]:
     folder = epath.Path(model_dir) / FOLDER
     paths = sorted(folder.glob("*.json")) if folder.is_dir() else []
     with ThreadPoolExecutor(16) as pool:  # a run that is preempted often has many
-        texts = list(pool.map(lambda path: path.read_text(), paths))
+        texts = list(pool.map(_read, paths))
     attempts = []
     for text in texts:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
             attempts.append(Attempt.from_json(text))
     return attempts
+
+
+def _read(path: os.PathLike[str]) -> str:
+    try:
+        return files.read_bytes(path).decode(errors="replace")
+    except OSError:
+        if files.is_remote(path):
+            raise  # and tried again: what cannot be reached may be another time
+        return ""
 
 
 class Recorder:

@@ -292,7 +292,8 @@ def stored_files(model_dir: str | os.PathLike[str]) -> list[epath.Path]:
     folder = epath.Path(model_dir)
     whole, parts = folder / FILE, folder / PARTS
     names = sorted(p.name for p in parts.iterdir() if _PART.fullmatch(p.name)) if parts.is_dir() else []
-    return [*([whole] if whole.is_file() else []), *(parts / name for name in names)]
+    found = [whole, *(parts / name for name in names)]
+    return [path for path in found if (path.is_file() if files.is_remote(path) else os.path.isfile(path))]  # no pipe
 
 
 def forget_after(model_dir: str | os.PathLike[str], step: int) -> int:
@@ -321,8 +322,9 @@ def forget_after(model_dir: str | os.PathLike[str], step: int) -> int:
         if first is not None and first > step:
             path.unlink()
             continue
-        kept = [line for line in lines if _step_of(line) <= step]
-        if len(kept) < len(stored):
+        # A line without its end, as a full disk leaves it, would run into the next one that is written.
+        kept = [line if line.endswith("\n") else f"{line.rstrip()}\n" for line in lines if _step_of(line) <= step]
+        if kept != stored:
             files.write_atomically(path, "".join(kept))
         if path.name == FILE and not files.is_remote(path):
             # After its lines: for a moment there are checksums of lines that are gone, and not the opposite.

@@ -226,11 +226,24 @@ def write_model_info(model_dir: str, boxed_params: Any, shardings: Any, further:
         value = getattr(leaf, "value", leaf)
         name, size = keystr(path, simple=True, separator="/"), math.prod(value.shape)
         lines.append(f"{name:<64} {size:>14,}  {tuple(value.shape)!s:<24} {tuple(names)!s:<28} {sharding.spec}")
-    files.clear_way(os.path.join(model_dir, "model-info.txt"))
-    (epath.Path(model_dir) / "model-info.txt").write_text("\n".join([*lines, "", *filter(None, further), ""]))
+    path = os.path.join(model_dir, "model-info.txt")
+    files.clear_way(path)
+    with _written(path):
+        epath.Path(path).write_text("\n".join([*lines, "", *filter(None, further), ""]))
 
 
 def append_model_info(model_dir: str, line: str) -> None:
     """Adds a line to `model-info.txt`."""
     path = epath.Path(model_dir) / "model-info.txt"
-    path.write_text(f"{path.read_text()}{line}\n")
+    with _written(path):
+        path.write_text(f"{path.read_text()}{line}\n")
+
+
+@contextlib.contextmanager
+def _written(path: str | os.PathLike[str]) -> Iterator[None]:
+    """An error of the file system becomes one that says which file is in the way."""
+    try:
+        yield
+    except OSError as e:
+        text = f"{os.fspath(path)} cannot be written: {e.strerror or e}. Remove it, or choose another MODEL_DIR."
+        raise writing_failed(text, e) from e

@@ -22,7 +22,7 @@ import numpy as np
 
 from perex_t5x import buckets
 from perex_t5x.errors import ConfigError
-from perex_t5x.files import as_path
+from perex_t5x.files import as_path, is_remote, read_bytes
 from perex_t5x.goodput import Goodput
 from perex_t5x.goodput import of_run as goodput_of_run
 from perex_t5x.metrics import loss_of, read_text
@@ -96,7 +96,12 @@ def read_run(folder: str, name: str, bindings: Mapping[str, str] | None = None) 
     run = LoadedRun(name)
     run.config = parse_gin(_text(os.path.join(folder, "config.gin"))) or dict(bindings or {})
     _from_config(run)
-    _from_metrics(run, read_text(folder))
+    try:
+        _from_metrics(run, read_text(folder))
+    except OSError as e:
+        if is_remote(folder):
+            raise
+        run.notes.append(f"{name}: its metrics cannot be read: {e.strerror or e}")
     run.goodput = goodput_of_run(folder)
     if run.steps:
         total = lookup(run.config, "TRAIN_STEPS", "train.total_steps")
@@ -115,7 +120,7 @@ def read_run(folder: str, name: str, bindings: Mapping[str, str] | None = None) 
 
 def _text(path: str) -> str:
     try:
-        return as_path(path).read_bytes().decode(errors="replace")
+        return read_bytes(path).decode(errors="replace")
     except OSError:
         return ""
 
@@ -123,17 +128,23 @@ def _text(path: str) -> str:
 def _from_config(run: LoadedRun) -> None:
     def integer(*names: str) -> int | None:
         value = lookup(run.config, *names)
-        return int(value) if isinstance(value, int | float) else None
+        return int(value) if _is_number(value) else None
 
     run.batch_size = integer("train/utils.DatasetConfig.batch_size", "BATCH_SIZE")
     rate = lookup(run.config, "create_learning_rate_scheduler.base_learning_rate", "BASE_LEARNING_RATE")
-    run.learning_rate = float(rate) if isinstance(rate, int | float) else None
+    run.learning_rate = float(rate) if _is_number(rate) else None
     run.seed = integer("RANDOM_SEED", "train.random_seed")
     run.warmup_steps = integer("create_learning_rate_scheduler.warmup_steps", "WARMUP_STEPS")
     lengths = lookup(run.config, "TASK_FEATURE_LENGTHS", "DatasetConfig.task_feature_lengths")
-    run.length = lengths.get("targets") if isinstance(lengths, dict) else None
+    length = lengths.get("targets") if isinstance(lengths, dict) else None
+    run.length = int(length) if _is_number(length) else None
     optimizer = lookup(run.config, "OPTIMIZER")
     run.optimizer = optimizer.lstrip("@").removesuffix("()").rpartition(".")[2] if isinstance(optimizer, str) else None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one that a report can count with; what a configuration says may be anything."""
+    return isinstance(value, int | float) and abs(value) < 2**63  # which neither nan nor inf is
 
 
 def _from_metrics(run: LoadedRun, text: str) -> None:
@@ -146,7 +157,9 @@ def _from_metrics(run: LoadedRun, text: str) -> None:
         try:
             row = json.loads(line)
             step, name = int(row["step"]), str(row["name"])
-        except (ValueError, KeyError, TypeError):
+            if not _is_number(step):
+                raise ValueError("no step")
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             unreadable += bool(line.strip()) and i + 1 < len(lines)  # the last one may be half-written
             continue
         if name == "train":
@@ -175,7 +188,7 @@ def number(value: Any) -> float:
     """
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 
@@ -254,6 +267,16 @@ def _at_once(read: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         return list(pool.map(read, items))
 
 
+# What sweep.json says of a run: whether a value is one, and what it is to be.
+_ENTRY: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "batch_size": (_is_number, "number"),
+    "learning_rate": (_is_number, "number"),
+    "seed": (_is_number, "number"),
+    "values": (lambda value: isinstance(value, dict), "object"),
+    "bindings": (lambda value: isinstance(value, list), "list"),
+}
+
+
 def _sweep(path: str) -> RunSet:
     description = _json(os.path.join(path, "sweep.json"))
     entries = description.get("runs") if isinstance(description, dict) else None
@@ -261,6 +284,13 @@ def _sweep(path: str) -> RunSet:
         raise ConfigError(
             f"{os.path.join(path, 'sweep.json')}: not the description of a sweep: `runs` must be a list of runs with names."
         )
+    for entry in entries:
+        for key, (fits, kind) in _ENTRY.items():
+            if entry.get(key) is not None and not fits(entry[key]):
+                raise ConfigError(
+                    f"{os.path.join(path, 'sweep.json')}: run {entry['name']!r} has {key} = {str(entry[key])[:80]}, "
+                    f"which is no {kind}. Fix it, or rerun the command that wrote it."
+                )
     name = str(description.get("name") or os.path.basename(os.path.abspath(path)))
     study = RunSet(name, str(description.get("title") or name), str(description.get("question") or ""))
     rule = description.get("rule")
@@ -339,8 +369,8 @@ def _result(path: str) -> dict[str, Any]:
 
 def _json(path: str) -> Any:
     try:
-        return json.loads(as_path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+        return json.loads(read_bytes(path).decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path} cannot be read: {e}. Fix it, or rerun the command that wrote it.") from e
 
 
@@ -409,7 +439,7 @@ def literal(value: str) -> Any:
     """A Python value if the text is one, else the text."""
     try:
         return ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # the last three: keys, depth, more depth
         return value
 
 

@@ -20,7 +20,7 @@ from perex_t5x import buckets, lease
 from perex_t5x.errors import ConfigError
 from perex_t5x.experiments.report import load
 from perex_t5x.experiments.sweep.runs import DONE, FAILED, Result, Run
-from perex_t5x.files import as_path, is_remote, write_atomically
+from perex_t5x.files import as_path, clear_way, is_remote, read_bytes, write_atomically
 
 if TYPE_CHECKING:
     from perex_t5x.experiments.sweep.plan import Plan
@@ -108,10 +108,14 @@ class Folder:
 
     def description(self) -> dict[str, Any] | None:
         try:
-            return json.loads(as_path(self.path("sweep.json")).read_text(encoding="utf-8"))
+            content = json.loads(read_bytes(self.path("sweep.json")).decode("utf-8"))
+            runs = content["runs"]
+            if not all(isinstance(run["name"], str) and isinstance(run["values"], dict) for run in runs):
+                raise ValueError("its runs have no names or values")
+            return content
         except FileNotFoundError:
             return None
-        except ValueError as e:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
             raise ConfigError(
                 f"{self.path('sweep.json')} cannot be read: {e}. Remove it, or choose another --dir."
             ) from e
@@ -135,11 +139,14 @@ class Folder:
         """The result of a finished run; None for others."""
         name = run if isinstance(run, str) else run.name
         try:
-            content = json.loads(as_path(self.path("runs", name, "result.json")).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+            content = json.loads(read_bytes(self.path("runs", name, "result.json")).decode("utf-8"))
+            return Result(**{key: content[key] for key in Result.__dataclass_fields__ if key in content})
+        except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
             return None
-        known = {key: content[key] for key in Result.__dataclass_fields__ if key in content}
-        return Result(**known)
+        except OSError:  # of a store that cannot be reached, which may be another time
+            if is_remote(self.root):
+                raise
+            return None
 
     def results(self, names: Sequence[str]) -> dict[str, Result]:
         """Those of finished runs; read at once, since in a bucket each takes a while."""
@@ -149,6 +156,7 @@ class Folder:
     def write_result(self, run: Run, result: Result) -> None:
         everything = {**dataclasses.asdict(result), "batch_size": run.batch_size, "learning_rate": run.learning_rate}
         text = json.dumps({**everything, "seed": run.seed}, indent=1, ensure_ascii=False)
+        clear_way(self.path("runs", run.name, "result.json"))
         write_atomically(self.path("runs", run.name, "result.json"), text + "\n")
 
     def write_results(self, described: Sequence[Mapping[str, Any]], results: Mapping[str, Result]) -> str:
