@@ -20,7 +20,7 @@ from absl import logging
 from perex_t5x import buckets, distributed, files
 from perex_t5x.data import bucket_rows
 from perex_t5x.data import rows as rows_lib
-from perex_t5x.errors import ConfigError
+from perex_t5x.errors import ConfigError, TrainingError, is_full_disk
 
 _DATA = "rows.array_record"
 _META = "copy.json"
@@ -56,19 +56,20 @@ class ArrayRecordStore:
     def __init__(self, directory: str, dtype: np.dtype):
         import grain
 
-        with open(os.path.join(directory, _META), "rb") as f:
-            content = f.read()
+        content = files.read_bytes(os.path.join(directory, _META))
         self.dtype = dtype
         try:
             meta = json.loads(content)
             self.fingerprint, self._size = str(meta["fingerprint"]), int(meta["num_rows"])
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
             raise ConfigError(
                 f"The copy in {directory} cannot be read ({_META}: {e}): delete that folder and start again."
             ) from e
         path = os.path.join(directory, _DATA)
         self.where = f"as ArrayRecord in {directory}"
         self.num_bytes = os.path.getsize(path)
+        if not os.path.isfile(path):  # a pipe would be waited for
+            raise ConfigError(f"The copy in {directory} cannot be read ({_DATA} is no file): delete that folder.")
         try:
             self._source = grain.sources.ArrayRecordDataSource([path])
             found = len(self._source)
@@ -86,8 +87,14 @@ class ArrayRecordStore:
         return self._size
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
-        records = self._source.__getitems__([int(n) for n in numbers])
-        return np.frombuffer(b"".join(records), self.dtype)
+        try:
+            records = self._source.__getitems__([int(n) for n in numbers])
+            return np.frombuffer(b"".join(records), self.dtype)
+        except Exception as e:  # of a native library, which compares checksums
+            text = (str(e).strip() or type(e).__name__).splitlines()[0][:300]
+            raise TrainingError(
+                f"{self.where}: rows cannot be read: {text}. Delete that folder and start again."
+            ) from e
 
 
 def _remove_abandoned(cache_dir: str, name: str) -> None:
@@ -139,11 +146,19 @@ def _open_copy(directory: str, chunks: Callable[[], Iterable[np.ndarray]], dtype
             logging.info("Writing an index-addressed copy to %s", directory)
             write_copy(directory, chunks())
 
-    if jax.process_index() == 0:
-        write_if_missing()
-    distributed.barrier("copy of the data")
-    write_if_missing()  # where the folder is on each host's own disk
-    return ArrayRecordStore(directory, dtype)
+    try:
+        if jax.process_index() == 0:
+            write_if_missing()
+        distributed.barrier("copy of the data")
+        write_if_missing()  # where the folder is on each host's own disk
+        return ArrayRecordStore(directory, dtype)
+    except OSError as e:
+        if is_full_disk(e):
+            raise
+        raise ConfigError(
+            f"DatasetConfig.cache_dir: the copy in {directory} can be neither read nor written: {e.strerror or e}. Delete "
+            "that folder, or choose another cache_dir."
+        ) from e
 
 
 def _open_in_bucket(

@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from perex_t5x import distributed
+from perex_t5x import distributed, files
 from perex_t5x.data import device_batches, lookup
 from perex_t5x.data.device_batches import EndOfData
 from perex_t5x.data.feed import Feed, FeedRequest
 from perex_t5x.data.rows import vocabulary_key
-from perex_t5x.errors import ConfigError
+from perex_t5x.errors import ConfigError, is_denied
 
 # Batches kept after they were handed out. A checkpoint is taken at the step that the training loop
 # has reached, while prefetching has drawn more from the iterator: those go into the checkpoint too.
@@ -167,7 +167,18 @@ class StreamingFeed(Feed):
         self._iterator = iter(self._dataset(shard.parts, shard.index))
         self._next_step = 0
         if self._restore_from is not None:
-            self._read_state(self._restore_from)
+            try:
+                self._read_state(self._restore_from)
+            except ConfigError:
+                raise
+            except Exception as e:  # of TensorFlow, JSON and NumPy: what they read was written by this package
+                if is_denied(e) or files.is_remote(self._restore_from):
+                    raise  # what cannot be reached is not damaged
+                text = (str(e).strip() or type(e).__name__).splitlines()[0][:300]
+                raise ConfigError(
+                    f"Cannot resume the streaming feed from {self._restore_from}: {text}. If its files are damaged, move "
+                    "the checkpoint away: the same command then starts from the one before it."
+                ) from e
 
     def _draw(self) -> dict[str, np.ndarray]:
         if self._ahead:
@@ -198,6 +209,11 @@ class StreamingFeed(Feed):
                 if self._restore_from is None:
                     self._next_step = step  # a run that begins at another one's checkpoint: its stream begins here
             if step != self._next_step:
+                if self._restore_from is not None and not self._handed_out:
+                    raise ConfigError(
+                        f"Cannot resume the streaming feed from {self._restore_from}: it holds the state of step "
+                        f"{self._next_step}, and the run is at {step}. If its files are damaged, move the checkpoint away."
+                    )
                 raise ValueError(
                     f"A streaming feed gives its batches in sequence: step {step} was asked for, "
                     f"{self._next_step} is next. Only a cached feed has random access."
@@ -284,6 +300,10 @@ class StreamingFeed(Feed):
         import tensorflow as tf
 
         folder = os.path.join(directory, _process_name())
+        if not files.is_remote(folder):
+            for name in os.listdir(folder):  # TensorFlow would wait for a pipe, and not hear signals
+                if os.path.exists(path := os.path.join(folder, name)) and not os.path.isfile(path):
+                    raise ValueError(f"{path} is not a file")
         with tf.io.gfile.GFile(os.path.join(folder, "state.json")) as f:
             state = json.load(f)
         saved = _saved_shard(state, self.batch_size)
@@ -300,8 +320,12 @@ class StreamingFeed(Feed):
         for i in range(state["ahead"]):
             path = os.path.join(folder, f"ahead_{i}.npz")
             with tf.io.gfile.GFile(path, "rb") as f:
-                self._ahead.append(read_arrays(f.read(), self.element_spec, path))
-        self._next_step = state["step"]
+                rows = read_arrays(f.read(), self.element_spec, path)
+            expected = {n: (self.batch_size // saved.parts, *x.shape[1:]) for n, x in self.element_spec.items()}
+            if {name: x.shape for name, x in rows.items()} != expected:
+                raise ConfigError(f"{path} does not hold a batch of this run: {expected} is expected.")
+            self._ahead.append(rows)
+        self._next_step = int(state["step"])
 
 
 def read_arrays(content: bytes, names: Iterable[str], path: str) -> dict[str, np.ndarray]:
