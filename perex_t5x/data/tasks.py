@@ -116,6 +116,11 @@ def _expand(patterns: str | Sequence[str]) -> list[tuple[str, str]]:
         for path in glob_lib.glob(os.path.expanduser(pattern), recursive=True)
         if os.path.isfile(path)
     }
+    for path in paths:
+        if not path.isprintable() and path.encode(errors="replace").decode() != path:  # TensorFlow takes UTF-8 alone
+            raise ConfigError(
+                f"tasks.register_text_files.glob: the name of {os.fsencode(path)!r} is not UTF-8: rename it."
+            )
     root = os.path.commonpath([os.path.dirname(p) for p in paths]) if paths else ""
     return [(os.path.relpath(p, root).replace(os.sep, "/"), p) for p in sorted(paths)]
 

@@ -110,6 +110,7 @@ def check_state(damages) -> None:
 DAMAGED = st.lists(fuzzing.DAMAGES, min_size=1, max_size=2)
 
 
+@example([b"text"] * 8, "cached")  # one of the names is not UTF-8
 @fuzzing.few(4)
 @given(entries=st.lists(ENTRIES, max_size=6), kind=st.sampled_from(["cached", "streaming", "auto"]))
 def test_odd_files(entries, kind):

@@ -108,9 +108,12 @@ def check_values(changes) -> None:
         for name, key, value in changes:
             path = root / name
             content = json.loads(path.read_text())
-            inner = content["runs"][0] if key in RUNS[0] and name == "sweep.json" else content
-            inner = inner[0] if isinstance(inner, list) else inner
-            inner[key] = value
+            inner = content
+            if name == "sweep.json" and key in RUNS[0]:
+                inner = content["runs"]
+            inner = inner[0] if isinstance(inner, list) and inner else inner
+            if isinstance(inner, dict):  # an earlier change may have left nothing to change
+                inner[key] = value
             path.write_text(json.dumps(content))
         fuzzing.refused(lambda: report.make([str(root)]))
 
