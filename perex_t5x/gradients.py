@@ -123,6 +123,7 @@ def gradient_with_statistics(
     parameters: str | None = None,
     norms: bool = False,
     method: str = "surgery",
+    operands: Mapping[str, Any] | None = None,
     observe: Callable[..., None] | None = None,
 ) -> Gradient:
     """The gradient, and statistics of the examples' gradients, by the per-example engine.
@@ -134,6 +135,7 @@ def gradient_with_statistics(
     Args:
       statistics: what to compute, "mean" among them.
       parameters, norms, method: see `per_example.grad_statistics`.
+      operands: trees like the parameters that the statistics see, by name.
       observe: called while the program is traced, with the engine's `Compute` and its arguments on one device.
     """
     data_axes = shardings.partitioner.batch_axes
@@ -158,12 +160,12 @@ def gradient_with_statistics(
         shardings=shardings.auto_specs(),
     )
 
-    def on_device(params: Any, batch: Batch, keys_B: jax.Array, normalizer: jax.Array) -> Gradient:
+    def on_device(params: Any, batch: Batch, keys_B: jax.Array, normalizer: jax.Array, operands: Any) -> Gradient:
         # The engine's gradients are those of the examples' losses, so ℓ_i / (W/B) makes them (B/W) ∇ℓ_i.
         arguments = params, batch, keys_B, normalizer / batch_size
         if observe is not None:
             observe(compute, *arguments)
-        computed, examples = _explained(compute, options)(*arguments)
+        computed, examples = _explained(compute, options)(*arguments, operands=operands)
         kept_N = jnp.ones(examples.values.shape, bool)
         if skip:
             finite_Mxb = jnp.isfinite(examples.values).reshape(-1, options.group_size)
@@ -187,7 +189,7 @@ def gradient_with_statistics(
         GradStatistics(averages, *counts, group_size=options.group_size, group_noise=EVERYWHERE),
         PartitionSpec(data_axes) if has_norms else None,
     )
-    gradient = _on_devices(on_device, model, state, batch, shardings, out_specs)
+    gradient = _on_devices(on_device, model, state, batch, shardings, out_specs, dict(operands or {}))
     averages = {name: shardings.constrain(tree) for name, tree in gradient.statistics.averages.items()}
     computed = dataclasses.replace(gradient.statistics, averages=averages)
     # Counts that do not depend on the data are constants again, which `shard_map` had turned into traced values:
@@ -216,22 +218,26 @@ def _on_devices(
     batch: Batch,
     shardings: ParamShardings,
     out_specs: Gradient,
+    *like_params: Mapping[str, Any],
 ) -> Gradient:
-    """on_device(params, batch, keys, W) on every device's rows."""
+    """on_device(params, batch, keys, W, ...) on every device's rows; `like_params` by name, sharded as these are."""
     partitioner = shardings.partitioner
     if partitioner.batch_axes:
         rows = PartitionSpec(partitioner.batch_axes)
         on_device = jax.shard_map(
             on_device,
             mesh=partitioner.mesh,
-            in_specs=(shardings.manual_specs(), rows, rows, EVERYWHERE),
+            in_specs=(
+                *(shardings.manual_specs(), rows, rows, EVERYWHERE),
+                *({name: shardings.manual_specs() for name in trees} for trees in like_params),
+            ),
             out_specs=out_specs,
             axis_names=set(partitioner.batch_axes),
             # With it JAX would sum the gradients of replicated parameters over devices before the engine sees them.
             check_vma=False,
         )
     keys_B = example_keys(state.rng, state.step, _batch_size(batch))
-    return on_device(state.params, batch, keys_B, model.loss_normalizer(batch))
+    return on_device(state.params, batch, keys_B, model.loss_normalizer(batch), *like_params)
 
 
 def _loss_on_device(model: Model, shardings: ParamShardings, transport: Any = None) -> Callable[..., Any]:
@@ -251,9 +257,9 @@ def _loss_on_device(model: Model, shardings: ParamShardings, transport: Any = No
 def _explained(compute: Callable[..., Any], options: GradientOptions) -> Callable[..., Any]:
     """With unit='token', whatever the engine refuses is refused with the name of the binding."""
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any, **keywords: Any) -> Any:
         try:
-            return compute(*arguments)
+            return compute(*arguments, **keywords)
         except ValueError as e:
             if options.unit != "token":
                 raise

@@ -184,7 +184,8 @@ class Trainer:
         needs, shardings = self.needs(state.params), self.param_shardings(batch)
         if self._is_plain(needs):
             return batch_gradient(self.model, state, batch, shardings, self.options)
-        return gradient_with_statistics(self.model, state, batch, needs, shardings, self.options)
+        operands = optimizers.operands_of(state.opt_state)
+        return gradient_with_statistics(self.model, state, batch, needs, shardings, self.options, operands=operands)
 
     def needs(self, params: Any) -> tuple[str | Statistic, ...]:
         """The statistics that the optimizer reads; `params` may be shapes."""

@@ -8,10 +8,12 @@ from perex_t5x.optimizers.base import (
     inverse_batch_size,
     logged,
     needs_of,
+    operands_of,
 )
 from perex_t5x.optimizers.clipping import clip_by_global_norm
 from perex_t5x.optimizers.learning_rate import RateDriven, drive_learning_rate
 from perex_t5x.optimizers.moments import scale_by_moments, second_moment
+from perex_t5x.optimizers.operand_family import micro_clip, micro_lion
 from perex_t5x.optimizers.sign_family import micro_sign, scale_by_sign, sign_ema, sign_sgd
 
 __all__ = [
@@ -28,8 +30,11 @@ __all__ = [
     "micro_adam",
     "micro_adam_msq",
     "micro_adam_var",
+    "micro_clip",
+    "micro_lion",
     "micro_sign",
     "needs_of",
+    "operands_of",
     "scale_by_eve",
     "scale_by_moments",
     "scale_by_sign",

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from perex_t5x.errors import ConfigError
 from perex_t5x.optimizers.chain_compat import agreeing, at_least_float32
 from perex_t5x.optimizers.checks import check_number, check_statistics, refuse_multi_steps
 from perex_t5x.optimizers.learning_rate import drive_learning_rate
@@ -231,6 +232,30 @@ def logged(state: Any) -> dict[str, jax.Array]:
     ]
     names = [name for name, _, _ in metrics]
     return {name if names.count(name) == 1 else f"{name}/{path}": value for name, path, value in metrics}
+
+
+def operands_of(state: Any) -> dict[str, Any]:
+    """Trees like the parameters that an optimizer's statistics see (`Statistic.operands`), from its state: what the
+    `operands()` of the state's parts return. {} for an optimizer without such statistics.
+
+    >>> import perex_t5x.optimizers as optimizers
+    >>> operands_of(optimizers.micro_lion(1e-3).init({"w": jnp.zeros(3)}))
+    {'lion_momentum': {'w': Array([0., 0., 0.], dtype=float32)}}
+    """
+
+    def has_operands(x: Any) -> bool:
+        return hasattr(x, "operands")
+
+    together: dict[str, Any] = {}
+    for part in jax.tree.leaves(state, is_leaf=has_operands):
+        for name, tree in part.operands().items() if has_operands(part) else ():
+            if name in together:
+                raise ConfigError(
+                    f"two parts of the optimizer hand over the operand {name!r}, each for its own parameters. Optimizers "
+                    "whose statistics see their state cannot be combined (optax.multi_transform)."
+                )
+            together[name] = tree
+    return together
 
 
 def zero_moments(params: Any, dtype: Any = None) -> Any:

@@ -27,7 +27,8 @@ def files(name, run="runs/pretrain.gin"):
 
 def test_which_are_shipped():
     assert {
-        "adamw", "eve", "micro_adam", "micro_adam_msq", "micro_adam_var", "micro_sign", "sign_ema", "sign_sgd",
+        "adamw", "eve", "micro_adam", "micro_adam_msq", "micro_adam_var", "micro_clip", "micro_lion", "micro_sign",
+        "sign_ema", "sign_sgd",
     } == set(SHIPPED)  # fmt: skip
 
 
