@@ -95,7 +95,13 @@ def test_a_streak_is_continued_after_a_resume(run, poison):
     assert (e.value.first_step, e.value.step) == (4, 5)
 
 
-@pytest.mark.parametrize("feed", ["train/utils.DatasetConfig.feed = 'cached'", STREAMING], ids=["cached", "streaming"])
+@pytest.mark.parametrize(
+    "feed",
+    [
+        pytest.param("train/utils.DatasetConfig.feed = 'cached'", id="cached"),
+        pytest.param(STREAMING, id="streaming", marks=pytest.mark.slow),
+    ],
+)
 def test_rolled_back_equals_a_run_that_never_had_these_batches(tmp_path, monkeypatch, run, poison, feed):
     poison.update([4, 5])
     rules = ("bad_numbers.BadNumbers.most_skipped = 1", "bad_numbers.BadNumbers.then = 'roll_back'", feed)

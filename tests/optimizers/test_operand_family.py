@@ -105,7 +105,7 @@ def test_combinations_that_cannot_be():
         per_example.grad_statistics(lambda p, x: jnp.sum(x @ p), optimizer.needs)(jnp.zeros(2), jnp.ones((3, 2)))
 
 
-@pytest.mark.parametrize("name", ["micro_lion", "micro_clip"])
+@pytest.mark.parametrize("name", ["micro_lion", pytest.param("micro_clip", marks=pytest.mark.slow)])
 def test_the_trainer_hands_the_state_over_on_every_mesh(name, tmp_path):
     files = ("models/tiny.gin", "runs/pretrain.gin", f"optimizers/{name}.gin")
     bindings = (
