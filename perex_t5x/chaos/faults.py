@@ -249,7 +249,8 @@ _FAILED = frozenset({Reason.ERROR, Reason.NO_SPACE, Reason.PEER_LOST, Reason.KIL
 _REFUSED = frozenset({Reason.CONFIGURATION})  # somebody has to grant a permission: no restart mends that
 _ONE = ("cached", "streaming", "other_mesh", "streaming_other_mesh")  # process
 _SWEEPS = ("sweep_together", "sweep_processes")
-_ALL = (*_ONE, "two_processes", *_SWEEPS)
+_TWO = ("two_processes", "two_processes_streaming")
+_ALL = (*_ONE, *_TWO, *_SWEEPS)
 _RUN_FILES = {
     "metrics": "metrics.jsonl",
     "line_checksums": "metrics.crc32c",
@@ -305,7 +306,7 @@ FAULTS = {
     fault.name: fault
     for fault in (
         Fault("kill", _kill, _KILLED, (*_ALL, "bucket")),
-        Fault("kill_one", _kill_one, _FAILED | {Reason.SOME_FAILED}, ("two_processes", "sweep_processes")),
+        Fault("kill_one", _kill_one, _FAILED | {Reason.SOME_FAILED}, (*_TWO, "sweep_processes")),
         Fault("kill_in_startup", _at("start-up", _is_starting, Run.kill), _KILLED, _ALL),
         Fault("kill_in_compile", _at("compilation", _is_compiling, Run.kill), _KILLED, _ALL),
         Fault("kill_in_save", _at_checkpoint("the save", _is_saving, Run.kill), _KILLED, _ALL),

@@ -99,6 +99,7 @@ SETTINGS = {
     "other_mesh": Setting(devices_later=2),
     "streaming_other_mesh": Setting("streaming", devices_later=2),
     "two_processes": Setting(processes=2),
+    "two_processes_streaming": Setting("streaming", processes=2),
     "sweep_together": Setting(sweep="together"),
     "sweep_processes": Setting(sweep="processes"),
     "bucket": Setting(on_bucket=True),
