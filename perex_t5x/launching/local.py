@@ -37,7 +37,7 @@ from perex_t5x.distributed.rendezvous import SECRET
 from perex_t5x.errors import Reason
 
 _SECRET = secrets.token_hex(16)
-_MOST = 1024  # processes, or devices of each: more of them are a slip of the hand, and start nowhere
+_MOST = 1024  # processes, or devices of each: more of them are a typing error, and start nowhere
 _PERIOD = 0.05  # seconds between looks at the processes
 # From several threads at once.
 _NOISE = re.compile(rb"\[Gloo\] Rank|peer ranks\. Expected number of connected peer ranks")
