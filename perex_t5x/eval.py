@@ -53,7 +53,7 @@ def evaluate(
     arguments.check("evaluate", arguments.hints(evaluate), dict(locals()))
     with gin_utils.building():
         paths = distributed.from_process_0("checkpoints", lambda: paths_to_restore(restore_checkpoint_cfg))
-        check_inference(partitioner, model, dataset_cfg, "DatasetConfig")
+        check_inference(partitioner, model, dataset_cfg, "DatasetConfig", inference_evaluator_cls)
         for path in paths if dry_run else ():  # else each in its turn: their number may be large
             check_params(model, partitioner, path, restore_checkpoint_cfg, dataset_cfg)
         run_dir.prepare(output_dir, dry_run=dry_run, binding="EVAL_OUTPUT_DIR")

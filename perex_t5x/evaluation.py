@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from typing import Any
 
+import gin
 import jax
 import numpy as np
 from etils import epath
@@ -15,7 +16,7 @@ from etils import epath
 from perex_t5x import distributed
 from perex_t5x.data import lookup
 from perex_t5x.data.feed import Feed, batch_spec, make_feed
-from perex_t5x.errors import ConfigError
+from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.inference import BatchRunner
 from perex_t5x.metrics import MetricSums
 from perex_t5x.models import protocol
@@ -41,7 +42,13 @@ def check(partitioner: PjitPartitioner, model: Model, config: DatasetConfig, eva
     batch_spec(config, feature_converter_cls(model))
 
 
-def check_inference(partitioner: PjitPartitioner, model: Model, config: DatasetConfig, binding: str) -> list[Any]:
+def check_inference(
+    partitioner: PjitPartitioner,
+    model: Model,
+    config: DatasetConfig,
+    binding: str,
+    evaluator_cls: Callable[..., Any] | None = None,
+) -> list[Any]:
     """The tasks that a decoding evaluation evaluates; raises `ConfigError` for anything wrong with it. Reads no data."""
     import seqio
 
@@ -62,7 +69,25 @@ def check_inference(partitioner: PjitPartitioner, model: Model, config: DatasetC
                 f"{task.name!r} cuts its examples to a length, so TASK_FEATURE_LENGTHS = None ('the longest') has no "
                 "meaning for it: give lengths, for instance {'targets': 512}."
             )
+        _check_target_field(task, config, evaluator_cls)
     return tasks
+
+
+def _check_target_field(task: Any, config: DatasetConfig, evaluator_cls: Callable[..., Any] | None) -> None:
+    """SeqIO looks for the field when it evaluates, after hours of training."""
+    try:
+        field = gin.query_parameter("Evaluator.target_field_name") if evaluator_cls else None
+    except ValueError:  # not bound
+        return
+    if not isinstance(field, str) or field == "targets":
+        return
+    lengths = config.task_feature_lengths
+    fields = task.get_dataset(lengths, split=config.split, use_cached=config.use_cached, shuffle=False).element_spec
+    if field not in fields:
+        raise ConfigError(
+            f"seqio.Evaluator.target_field_name = {field!r}: examples of {task.name!r} have no such field."
+            f"{did_you_mean(str(field), list(fields))} They have {', '.join(fields)}."
+        )
 
 
 def _needs_lengths(preprocessor: Any) -> bool:

@@ -263,8 +263,9 @@ class Training:
                 "or keep_best = None."
             )
         if args.infer_eval_dataset_cfg is not None:
+            binding = "infer_eval/utils.DatasetConfig"
             evaluation.check_inference(
-                trainer.partitioner, model, args.infer_eval_dataset_cfg, "infer_eval/utils.DatasetConfig"
+                trainer.partitioner, model, args.infer_eval_dataset_cfg, binding, args.inference_evaluator_cls
             )
         with trainer.partitioner.manual():
             computation = protocol.describe_computation(model, spec)

@@ -324,6 +324,16 @@ def test_nothing_that_a_dry_run_accepted_is_refused_later(bound):
     check_binding(*bound, is_run=True)
 
 
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_field_that_the_evaluator_would_look_for_in_vain_is_found_by_a_dry_run(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    COMMANDS[command].configure(str(tmp_path), "seqio.Evaluator.target_field_name = 'target'")
+    with pytest.raises(ConfigError, match="target_field_name = 'target': examples of .* Did you mean 'targets'"):
+        COMMANDS[command].dry_run()
+    COMMANDS[command].configure(str(tmp_path), "seqio.Evaluator.target_field_name = 'targets'")
+    COMMANDS[command].dry_run()
+
+
 # --- nothing is forgotten ---------------------------------------------------------------------------------------------
 
 
