@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from perex_t5x import extras, files
-from perex_t5x.errors import ConfigError, UnreachableError
+from perex_t5x.errors import ConfigError, UnreachableError, first_line
 
 SECONDS = 20.0  # for one request; all of its retries together have three times that
 # By cloud.google.com/storage/docs/access-control/iam-roles: objectAdmin does not hold storage.buckets.get, which both
@@ -103,7 +103,7 @@ def check(path: str, setting: str, *, writes: bool = True) -> None:
                 next(iter(bucket.list_blobs(prefix=f"{folder}/" if folder else None, max_results=1, **options)), None)
         except _forbidden() as e:
             named = {permission: role for permission, role in roles.items() if permission in str(e)}
-            raise _denied(setting, bucket_name, missing or named or roles, _first_line(e)) from e
+            raise _denied(setting, bucket_name, missing or named or roles, first_line(e)) from e
 
 
 def _try(bucket: Any, folder: str, options: dict[str, Any]) -> None:
@@ -194,20 +194,20 @@ def _explained(setting: str, bucket: str) -> Iterator[None]:
             f"gs://{bucket} --location=REGION --uniform-bucket-level-access"
         ) from e
     except (exceptions.Unauthorized, auth.RefreshError, auth.DefaultCredentialsError) as e:
-        raise ConfigError(f"{setting}: the credentials are not accepted: {_first_line(e)}. {login}") from e
+        raise ConfigError(f"{setting}: the credentials are not accepted: {first_line(e)}. {login}") from e
     except exceptions.Forbidden as e:
-        raise ConfigError(f"{setting}: Cloud Storage refuses: {_first_line(e)}") from e
+        raise ConfigError(f"{setting}: Cloud Storage refuses: {first_line(e)}") from e
     except exceptions.ClientError as e:
         if isinstance(e, exceptions.TooManyRequests):
             raise _unreachable(setting, e) from e
-        raise ConfigError(f"{setting}: Cloud Storage refuses: {_first_line(e)}") from e
+        raise ConfigError(f"{setting}: Cloud Storage refuses: {first_line(e)}") from e
     except (exceptions.GoogleAPIError, auth.TransportError, OSError) as e:  # requests' errors are OSErrors
         raise _unreachable(setting, e) from e
 
 
 def _unreachable(setting: str, error: Exception) -> UnreachableError:
     return UnreachableError(
-        f"{setting}: Cloud Storage did not answer within {3 * SECONDS:.0f} s: {_first_line(error)}. Nothing was begun; the "
+        f"{setting}: Cloud Storage did not answer within {3 * SECONDS:.0f} s: {first_line(error)}. Nothing was begun; the "
         "same command may work later. Is there a way to storage.googleapis.com (network, proxy, Private Google Access)?"
     )
 
@@ -223,7 +223,3 @@ def _denied(setting: str, bucket: str, missing: Mapping[str, str], reason: str =
         f"{setting}: this process lacks {', '.join(missing)} on gs://{bucket}{f' ({reason})' if reason else ''}. Grant it "
         f"(to a person with --member=user:EMAIL):{grants}"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

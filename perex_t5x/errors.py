@@ -141,6 +141,15 @@ def is_full_disk(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line; its class where it says nothing.
+
+    >>> first_line(OSError("no\\nmore")), first_line(KeyError())
+    ('no', 'KeyError')
+    """
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def writing_failed(message: str, cause: BaseException) -> TrainingError:
     """The error for something that could not be written, with the reason that fits its cause.
 

@@ -16,7 +16,7 @@ from etils import epath
 from perex_t5x import distributed
 from perex_t5x.data import lookup
 from perex_t5x.data.feed import Feed, batch_spec, make_feed
-from perex_t5x.errors import ConfigError, did_you_mean
+from perex_t5x.errors import ConfigError, did_you_mean, first_line
 from perex_t5x.inference import BatchRunner
 from perex_t5x.metrics import MetricSums
 from perex_t5x.models import protocol
@@ -193,7 +193,7 @@ class InferenceEvaluator:
         except (tf.errors.OpError, OSError):
             raise  # of what the examples are read from
         except Exception as e:
-            text = (str(e).strip() or type(e).__name__).splitlines()[0]
+            text = first_line(e)
             raise ConfigError(
                 f"the evaluator of {config.mixture_or_task_name!r} cannot be made: {text}. See what is bound to "
                 "seqio.Evaluator, and to infer_eval/utils.DatasetConfig."

@@ -26,7 +26,7 @@ from etils import epath
 
 from perex_t5x import checksums, files
 from perex_t5x.background import BackgroundWriter, retried
-from perex_t5x.errors import writing_failed
+from perex_t5x.errors import first_line, writing_failed
 
 FILE, PARTS, CHECKSUMS = "metrics.jsonl", "metrics", "metrics.crc32c"
 _PART = re.compile(r"(\d{10,})(_\d+)?\.jsonl")
@@ -127,7 +127,7 @@ class MetricsWriter:
         return min(waits, default=None)
 
     def _explained(self, e: Exception) -> Exception:
-        text = getattr(e, "strerror", None) or str(e).strip().partition("\n")[0] or type(e).__name__
+        text = getattr(e, "strerror", None) or first_line(e)
         return writing_failed(
             f"cannot write metrics to {self._lines.place}: {text}. Free some space or choose another MODEL_DIR; the run "
             "resumes from its last checkpoint when started again.",

@@ -21,7 +21,15 @@ from jax.tree_util import keystr
 
 from perex_t5x import buckets, distributed, files, lease
 from perex_t5x.cli import status
-from perex_t5x.errors import ConfigError, InUseError, TrainingError, UnreachableError, is_denied, writing_failed
+from perex_t5x.errors import (
+    ConfigError,
+    InUseError,
+    TrainingError,
+    UnreachableError,
+    first_line,
+    is_denied,
+    writing_failed,
+)
 
 LOCK = ".writer"
 _PROBE = ".seen_by_all_"
@@ -141,7 +149,7 @@ def explained_writes(folder: str, binding: str) -> Iterator[None]:
         # Only a write says that it has no room or no right to, and libraries of object stores name the object.
         if getattr(e, "errno", None) not in _WRITING and folder not in str(e):
             raise
-        text = getattr(e, "strerror", None) or str(e).strip().partition("\n")[0] or type(e).__name__
+        text = getattr(e, "strerror", None) or first_line(e)
         raise writing_failed(
             f"{binding} = {folder!r}: writing failed: {text}. Free some space, grant the permission or choose another "
             "folder, and start the same command again.",

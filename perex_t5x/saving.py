@@ -27,7 +27,7 @@ from etils import epath
 from perex_t5x import checksums, distributed, files
 from perex_t5x.checkpoint_files import PREFIX, RECORDED, absolute, is_whole, newest, step_of, tidy
 from perex_t5x.cli import status
-from perex_t5x.errors import ConfigError, TrainingError, did_you_mean, is_denied, writing_failed
+from perex_t5x.errors import ConfigError, TrainingError, did_you_mean, first_line, is_denied, writing_failed
 from perex_t5x.train_state import TrainState
 from perex_t5x.utils import SaveCheckpointConfig
 
@@ -359,7 +359,7 @@ class Checkpointer:
         logging.warning(
             "%s_%d could not be written to %s: %s. Earlier checkpoints are complete. Training continues, and a later "
             "step is saved: tried again in %.0f s, or when the next save is due (%d of %d times).",
-            PREFIX, step, self._model_dir, _first_line(e), wait, self.failures, retries,
+            PREFIX, step, self._model_dir, first_line(e), wait, self.failures, retries,
         )  # fmt: skip
         manager, self._manager = self._manager, None  # the next save begins with one that knows of no failure
         if manager is not None:
@@ -372,14 +372,10 @@ class Checkpointer:
             return e
         cause = "a permission is missing" if is_denied(e) else "the disk is full or the folder is gone"
         return writing_failed(
-            f"writing a checkpoint to {self._model_dir} failed: {_first_line(e)}. Earlier checkpoints are complete. If "
+            f"writing a checkpoint to {self._model_dir} failed: {first_line(e)}. Earlier checkpoints are complete. If "
             f"{cause}, fix that and start the same command again: it resumes from the newest one.",
             e,
         )
-
-
-def _first_line(e: Exception) -> str:
-    return str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
 
 
 def _cast(x: Any, dtype: np.dtype) -> Any:

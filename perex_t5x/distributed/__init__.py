@@ -25,7 +25,7 @@ from perex_t5x.cli import status
 from perex_t5x.distributed import consistency, process_info, rendezvous
 from perex_t5x.distributed import store as store_lib
 from perex_t5x.distributed.group import Group, abort_as_usual, on_abort
-from perex_t5x.errors import ConfigError, PeerLostError, Reason
+from perex_t5x.errors import ConfigError, PeerLostError, Reason, first_line
 
 INITIALIZATION_TIMEOUT = 300
 HEARTBEAT_TIMEOUT = 100
@@ -172,7 +172,7 @@ def check_same(topic: str, items: Mapping[str, str]) -> None:
 def failing(error: BaseException) -> None:
     """Tells the watchdog that this process is about to end with an error; cleaning up may hang on the others."""
     if _group is not None:
-        _group.failing(_first_line(error), getattr(error, "reason", Reason.ERROR))
+        _group.failing(first_line(error), getattr(error, "reason", Reason.ERROR))
 
 
 def stop_together() -> bool:
@@ -234,11 +234,6 @@ def _may_come_of_others(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 __all__ = [
