@@ -18,10 +18,12 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from perex_t5x.per_example.engine import jaxprs, scan, shard_map
+from perex_t5x.per_example.engine.cones import Cone
 from perex_t5x.per_example.engine.plan import (
     Concatenated,
     CrossDeviceSum,
     InControlFlow,
+    Joint,
     Mapped,
     Materialized,
     Node,
@@ -72,13 +74,15 @@ def run(
     entered: dict[int, dict[int, ReductionSpec]] = {}
     # A loop is entered once for all gradients that come out of it, and that is when its equation's turn comes: what is to be
     # done inside must be known before.
+    joint: dict[int, dict[int, ReductionSpec]] = {}
     for index, node in plan.nodes.items():
-        _collect_entered(node, specs[index], entered)
+        _collect_specs(node, specs[index], entered, joint)
 
     # Values with whether they have an example axis. Shared ones (parameters, and what is computed from them alone) stay
     # without, so that they are computed once, and products with them are one large product instead of N small ones.
     env: dict[core.Var, tuple[Any, bool]] = {}
     inside: dict[tuple[int, int], ReductionResult] = {}
+    jointly: dict[int, dict[int, ReductionResult]] = {}
     env.update((v, (c, False)) for v, c in zip(jaxpr.constvars, program.consts, strict=True))
     env.update((v, (a, b)) for v, a, b in zip(jaxpr.invars, arguments, batched, strict=True))
 
@@ -117,6 +121,16 @@ def run(
             outs, out_flags = jaxprs.bind(eqn, values), [False] * len(eqn.outvars)
         env.update((v, (o, f)) for v, o, f in zip(eqn.outvars, outs, out_flags, strict=True))
 
+    def leaves_of(node: Producer | Cone) -> tuple[Sequence[Any], Sequence[bool]]:
+        values, flags = zip(*map(read, node.leaves), strict=True) if node.leaves else ((), ())
+        # A psum may be part of a producer as any other sum is; over the data axes it may not.
+        for eqn in node.eqns:
+            shard_map.refuse(eqn, [any(flags)], context.device_axes)
+        return values, flags
+
+    def site_of(node: Producer, spec: ReductionSpec) -> ReductionSite:
+        return ReductionSite(context.bound(spec.operands), spec, node, *leaves_of(node))
+
     def reduce(node: Node, spec: ReductionSpec) -> ReductionResult:
         match node:
             case Permuted(eqn=eqn, child=child):
@@ -130,23 +144,27 @@ def run(
                 return _concatenated(shape, [start for start, _, _ in parts], reduced)
             case InControlFlow(eqn=eqn, index=i):
                 return inside[id(eqn), i]
-            case Producer(eqns=eqns, leaves=leaves):
-                values, flags = zip(*map(read, leaves), strict=True) if leaves else ((), ())
-                # A psum may be part of a producer as any other sum is; over the data axes it may not.
-                for eqn in eqns:
-                    shard_map.refuse(eqn, [any(flags)], context.device_axes)
-                site = ReductionSite(context.bound(spec.operands), spec, node, values, flags)
+            case Producer():
+                site = site_of(node, spec)
                 return held.hold(site) if context.hold else select_reduction(site)
-            case Materialized(var=v, reason=reason, small=small):
-                value, flag = read(v)
-                name, note = ("all at once", "") if small else (MATERIALISED, reason)
+            case Joint(cone=cone, index=k):
                 if context.hold:
-                    return held.hold_value(context, spec, value, flag, name, note)
+                    return held.hold(site_of(node.alone, spec))
+                if id(cone) not in jointly:
+                    wanted = {i: (context.bound(one.operands), one) for i, one in joint[id(cone)].items()}
+                    jointly[id(cone)] = reducer.jointly(cone, *leaves_of(cone), wanted)
+                return reducer.with_held(jointly[id(cone)][k], node, context.num_examples)
+            case Materialized(var=v):
+                value, flag = read(v)
                 bound = context.bound(spec.operands)
+                if context.hold:
+                    result = held.hold_value(context, spec, value, flag)
                 # An unused parameter's zeros, a regulariser's gradient: nothing of it differs by example.
-                if not flag:
-                    return reducer.shared(bound, spec, spec.pre(jnp.asarray(value)))
-                return reducer.all_at_once(bound, spec.pre(value), name, note, spec.initial)
+                elif not flag:
+                    result = reducer.shared(bound, spec, spec.pre(jnp.asarray(value)))
+                else:
+                    result = reducer.all_at_once(bound, spec.pre(value), "all at once", initial=spec.initial)
+                return reducer.with_held(result, node, context.num_examples)
         raise AssertionError(node)
 
     # Each gradient is reduced as soon as its producer's inputs exist, so that these can be freed (`Plan.due`).
@@ -160,20 +178,27 @@ def run(
     return [r for r, _ in results], [f for _, f in results], reductions
 
 
-def _collect_entered(node: Node, spec: ReductionSpec, entered: dict[int, dict[int, ReductionSpec]]) -> None:
-    """Collects, for every loop, branch or remat to enter, which results to reduce and how."""
+def _collect_specs(
+    node: Node,
+    spec: ReductionSpec,
+    entered: dict[int, dict[int, ReductionSpec]],
+    joint: dict[int, dict[int, ReductionSpec]],
+) -> None:
+    """Collects, for every loop, branch or remat to enter and for every cone, which results to reduce and how."""
     match node:
         case Permuted(eqn=eqn, child=child):
-            _collect_entered(child, spec.before_permutation(eqn), entered)
+            _collect_specs(child, spec.before_permutation(eqn), entered, joint)
         case Mapped(eqn=eqn, child=child):
-            _collect_entered(child, spec.before_unary(eqn), entered)
+            _collect_specs(child, spec.before_unary(eqn), entered, joint)
         case CrossDeviceSum(eqns=eqns, child=child):
-            _collect_entered(child, spec.before_collective(eqns), entered)
+            _collect_specs(child, spec.before_collective(eqns), entered, joint)
         case Concatenated(parts=parts):
             for k, (at, size, child) in enumerate(parts):
-                _collect_entered(child, spec.slice(k, at, size), entered)
+                _collect_specs(child, spec.slice(k, at, size), entered, joint)
         case InControlFlow(eqn=eqn, index=i):
             entered.setdefault(id(eqn), {})[i] = spec
+        case Joint(cone=cone, index=k):
+            joint.setdefault(id(cone), {})[k] = spec
 
 
 def _concatenated(

@@ -235,6 +235,8 @@ def flow(eqn: core.JaxprEqn, batched: Sequence[bool]) -> list[bool]:
 
     Those of scans, branches and remat are looked into; of other equations all results do if any argument does.
     """
+    if eqn.primitive.name == "optimization_barrier":  # it hands each argument on, parameters too
+        return list(batched)
     bodies = bodies_of(eqn, batched)
     if bodies is None or not any(batched):
         return [any(batched)] * len(eqn.outvars)

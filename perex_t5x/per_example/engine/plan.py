@@ -13,6 +13,8 @@ The program is the gradient of *one* example's loss. From each gradient's result
 - anything else, up to and including the first equation that contracts (a matrix product, a convolution, a scatter-add, a
   sum), is the *producer*: a small function from batched arrays to one example's gradient, to be reduced without ever holding
   all examples' gradients (`Producer`);
+- gradients that come out of one another, or that pass a function of parameters alone, have one producer together, of any
+  equations (`Joint`; see `engine.cones`);
 - what cannot be followed is computed for all examples at once, then reduced: exact, but of size N × parameter
   (`Materialized`).
 """
@@ -21,22 +23,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from jax.extend import core
 
-from perex_t5x.per_example.engine import jaxprs, primitives, shard_map
+from perex_t5x.per_example.engine import cones, jaxprs, primitives, shard_map
 
 
 @dataclasses.dataclass(frozen=True)
 class Materialized:
-    """A value (or a literal) that exists for all examples; `small`, if no larger than what it is made of."""
+    """A value (or a literal) that exists for all examples."""
 
     var: Any
-    reason: str  # completes "... have to be materialised because"
-    small: bool = False
+    note: str = ""  # as of `Producer`
+    held: tuple[core.Var, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,23 @@ class Producer:
     leaves: tuple[core.Var, ...]
     note: str = ""  # why arrays of the gradient's size are materialised for all examples, if they are
     held: tuple[core.Var, ...] = ()  # those arrays
+    one_at_a_time: bool = False  # even if the gradient is smaller than what it is made of: values on the way are not
+
+
+@dataclasses.dataclass(frozen=True)
+class Joint:
+    """Root number `index` of a cone."""
+
+    cone: cones.Cone
+    index: int
+    note: str = ""
+    held: tuple[core.Var, ...] = ()
+
+    @property
+    def alone(self) -> Producer:
+        """The same gradient without those that share its cone."""
+        cone = self.cone.to(self.cone.roots[self.index])
+        return Producer(cone.eqns, cone.roots[0], cone.leaves, self.note, self.held, one_at_a_time=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +109,7 @@ class CrossDeviceSum:
     child: Any
 
 
-Node = Materialized | Permuted | Mapped | Concatenated | InControlFlow | Producer | CrossDeviceSum
+Node = Materialized | Permuted | Mapped | Concatenated | InControlFlow | Producer | Joint | CrossDeviceSum
 
 
 @dataclasses.dataclass
@@ -123,7 +142,7 @@ def inputs_of(node: Node) -> Iterator[core.Var]:
                 yield from inputs_of(child)
         case Materialized(var=v) if isinstance(v, core.Var):
             yield v
-        case Producer(leaves=leaves):
+        case Producer(leaves=leaves) | Joint(cone=cones.Cone(leaves=leaves)):
             yield from leaves
         case InControlFlow(eqn=eqn, index=i):
             yield eqn.outvars[i]  # the reduction inside is done when its loop, branch or remat has run
@@ -136,45 +155,157 @@ def make_plan(
 
     `data_axes` are the mesh axes over which devices have examples of their own.
     """
+    wanted = tuple(wanted)
     sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
     depends = jaxprs.dependent(jaxpr, batched)
-    deferred: set[int] = set()
+    moves: set[int] = set()  # ids of equations that are applied to the reduced arrays, or belong to φ
 
     def walk(v: Any) -> Node:
         if isinstance(v, core.Literal) or v not in sources:
-            return Materialized(v, "they are an input of the program")
+            return Materialized(v)
         eqn, index = sources[v]
         name = eqn.primitive.name
         if uses[v] > 1:
             # Deferring its equations would leave the other reader without a value, and computing them twice is not free.
-            return Materialized(v, "another part of the program uses them, too", not _grows(v, eqn, depends))
+            return Materialized(v)
         if crossing := shard_map.sum_ending_in(eqn, data_axes, sources, uses):
-            deferred.update(id(e) for e in crossing)
+            moves.update(id(e) for e in crossing)
             return CrossDeviceSum(crossing, walk(crossing[0].invars[0]))
         # The carry of a scan mixes steps; only what it stacks is one step's gradient as it is. (Gradients that are added up
         # in a carry have been taken out of it before: `rewrites.scans.accumulations`.)
         if name in primitives.REMAT | {"cond", "shard_map"} or (name == "scan" and index >= eqn.params["num_carry"]):
             return InControlFlow(eqn, index)
         if is_permutation(eqn):
-            deferred.add(id(eqn))
+            moves.add(id(eqn))
             return Permuted(eqn, walk(eqn.invars[0]))
         if is_unary(eqn):
-            deferred.add(id(eqn))
+            moves.add(id(eqn))
             return Mapped(eqn, walk(eqn.invars[0]))
         # Before producers: an add of two pads is also a cheap equation, but apart its summands are smaller gradients.
         if parts := _parts(v, sources, uses):
             used, boxes = parts
-            deferred.update(id(e) for e in used)
+            moves.update(id(e) for e in used)
             return Concatenated(jaxprs.shape_of(v), tuple((start, jaxprs.shape_of(x), walk(x)) for start, x in boxes))
         if name in primitives.CONTRACTIONS | primitives.CHEAP or is_accumulation(eqn):
-            node = produce(jaxpr, v, sources, uses, depends)
-            deferred.update(id(e) for e in node.eqns)
-            return node
-        return Materialized(v, f"{name} produces them", name == "scan" and not _grows(v, eqn, depends))
+            return produce(jaxpr, v, sources, uses, depends)
+        return Materialized(v)
 
     nodes = {i: walk(jaxpr.outvars[i]) for i in wanted}
-    needed = _needed(jaxpr, nodes, deferred)
+    side = cones.parameter_side(jaxpr, wanted, depends)
+
+    def run_for_all() -> tuple[set[int], set[core.Var], set[core.Var]]:
+        """Equations that are deferred; what is needed; and what of that is computed for all examples."""
+        ends = [end for node in nodes.values() for end in ends_of(node)]
+        deferred = moves | {id(e) for end in ends for e in _equations(end)}
+        needed = _needed(jaxpr, nodes, deferred)
+        return deferred, needed, {v for v in needed if v in sources and id(sources[v][0]) not in deferred}
+
+    _, _, for_all = run_for_all()
+    ends = [end for node in nodes.values() for end in ends_of(node)]
+    entered = {id(end.eqn) for end in ends if isinstance(end, InControlFlow)}
+    roots = [v for end in ends if not isinstance(end, InControlFlow) and isinstance(v := _root(end), core.Var)]
+    if found := cones.find(jaxpr, side, roots, moves, entered, for_all, depends):
+        joint: dict[core.Var, list[Joint]] = {}
+        for cone in found:
+            for k, root in enumerate(cone.roots):
+                joint.setdefault(root, []).append(Joint(cone, k))
+        nodes = {i: _with_ends(node, lambda end: _taken(joint, end)) for i, node in nodes.items()}
+    deferred, needed, for_all = run_for_all()
+    held = _held(jaxpr, wanted, side & for_all, depends)
+    nodes = {i: _with_ends(node, lambda end: _with_held(end, held, sources)) for i, node in nodes.items()}
     return Plan(nodes, deferred, needed)
+
+
+def ends_of(node: Node) -> Iterator[Materialized | InControlFlow | Producer | Joint]:
+    """Where the walk back has ended."""
+    match node:
+        case Permuted(child=child) | Mapped(child=child) | CrossDeviceSum(child=child):
+            yield from ends_of(child)
+        case Concatenated(parts=parts):
+            for _, _, child in parts:
+                yield from ends_of(child)
+        case _:
+            yield node
+
+
+def _with_ends(node: Node, replaced: Callable[[Any], Node]) -> Node:
+    match node:
+        case Permuted(child=child) | Mapped(child=child) | CrossDeviceSum(child=child):
+            return dataclasses.replace(node, child=_with_ends(child, replaced))
+        case Concatenated(shape=shape, parts=parts):
+            return Concatenated(shape, tuple((at, size, _with_ends(child, replaced)) for at, size, child in parts))
+    return replaced(node)
+
+
+def _root(end: Materialized | Producer | Joint) -> Any:
+    match end:
+        case Materialized(var=v):
+            return v
+        case Producer(root=v):
+            return v
+        case Joint(cone=cone, index=k):
+            return cone.roots[k]
+
+
+def _equations(end: Materialized | InControlFlow | Producer | Joint) -> tuple[core.JaxprEqn, ...]:
+    """Equations that are not run for all examples."""
+    match end:
+        case Producer(eqns=eqns):
+            return eqns
+        case Joint(cone=cone):
+            return tuple(eqn for eqn in cone.eqns if id(eqn) not in cone.repeated)
+    return ()
+
+
+def _taken(joint: dict[core.Var, list[Joint]], end: Any) -> Any:
+    """The next of the joint gradients with this end's root, if there is one: several results may have the same root."""
+    if isinstance(end, InControlFlow) or not joint.get(_root(end)):
+        return end
+    return joint[_root(end)].pop(0)
+
+
+def _held(jaxpr: core.Jaxpr, wanted: Sequence[int], for_all: set[core.Var], depends: set[core.Var]) -> set[core.Var]:
+    """Of what is computed for all examples: what is larger than all that it is made of, and what is made of that.
+
+    What the other results need is not held on account of a gradient, nor is what is computed beside it: activations.
+    """
+    others = [v for i, v in enumerate(jaxpr.outvars) if i not in wanted and isinstance(v, core.Var)]
+    forward = {id(eqn) for eqn in cones.needed_by(jaxpr, others)}
+    held: set[core.Var] = set()
+    for eqn in jaxpr.eqns:
+        for v in eqn.outvars if id(eqn) not in forward else ():
+            if v in for_all and (
+                _grows(v, eqn, depends) or any(x in held for x in eqn.invars if isinstance(x, core.Var))
+            ):
+                held.add(v)
+    return held
+
+
+def _with_held(end: Any, held: set[core.Var], sources: dict[core.Var, tuple[core.JaxprEqn, int]]) -> Any:
+    """The same with what is held for all examples in order to reduce it, and why."""
+    if isinstance(end, InControlFlow) or not held:
+        return end
+    mine: dict[core.Var, None] = {}
+    todo = [v for v in inputs_of(end) if v in held]
+    while todo:
+        v = todo.pop()
+        if v not in mine:
+            mine[v] = None
+            todo.extend(x for x in sources[v][0].invars if isinstance(x, core.Var) and x in held)
+    if not mine:
+        return end
+    begins = next(v for v in mine if not any(x in held for x in sources[v][0].invars if isinstance(x, core.Var)))
+    return dataclasses.replace(end, held=tuple(mine), note=_reason(sources[begins][0].primitive.name))
+
+
+def _reason(primitive: str) -> str:
+    """Completes "... have to be materialised because"; says what can be done about it."""
+    if primitive == "scan":
+        return (
+            "lax.scan stacks them, and they are used further outside of its body; what is applied to all layers' parameters "
+            "before the loop can be applied to one layer's inside it"
+        )
+    return f"{primitive} computes them, together with other values"
 
 
 def produce(
@@ -196,12 +327,13 @@ def produce(
         if uses[v] > 1 or len(eqn.outvars) > 1 or not is_known:
             return False
         # What is smaller than the gradient may exist for all examples, unless what it is made of is smaller still.
-        made_of = sum(jaxprs.size_of(x) for x in eqn.invars if isinstance(x, core.Var))
+        made_of = sum(
+            jaxprs.size_of(x) for x in eqn.invars if isinstance(x, core.Var) and (not depends or x in depends)
+        )
         return jaxprs.size_of(v) >= jaxprs.size_of(root) or jaxprs.size_of(v) > made_of
 
     eqns: list[core.JaxprEqn] = []
     leaves: dict[core.Var, None] = {}
-    held: list[core.Var] = []  # as large as the gradient, and not made of it by a contraction
     todo: list[Any] = [root]
     while todo:
         v = todo.pop()
@@ -210,8 +342,6 @@ def produce(
         eqn = sources[v][0] if v in sources else None
         if eqn is None or not (v is root or belongs(eqn, v)):
             leaves[v] = None
-            if eqn is not None and jaxprs.size_of(v) >= jaxprs.size_of(root) and _grows(v, eqn, depends):
-                held.append(v)
             continue
         eqns.append(eqn)
         contracts = eqn.primitive.name in primitives.CONTRACTIONS or is_accumulation(eqn)
@@ -223,15 +353,21 @@ def produce(
                 leaves[x] = None
     eqns.sort(key=lambda eqn: order[id(eqn)])
     made = {v for eqn in eqns for v in eqn.outvars}
-    note = f"they are made from results of {sources[held[0]][0].primitive.name}" if held else ""
-    return Producer(tuple(eqns), root, tuple(v for v in leaves if v not in made), note, tuple(held))
+    return Producer(tuple(eqns), root, tuple(v for v in leaves if v not in made))
 
 
-def _grows(v: core.Var, eqn: core.JaxprEqn, depends: set[core.Var] | None) -> bool:
-    """Whether a result is larger than all of its equation's inputs that differ by example."""
-    if depends is None or v not in depends:
+def _grows(v: core.Var, eqn: core.JaxprEqn, depends: set[core.Var]) -> bool:
+    """Whether a result is larger than all of its equation's inputs that differ by example; of a loop, in one step."""
+    flags = jaxprs.are_in(eqn.invars, depends)
+    if not any(flags):
         return False
-    return jaxprs.size_of(v) > sum(jaxprs.size_of(x) for x in eqn.invars if isinstance(x, core.Var) and x in depends)
+    result, inputs = v, list(zip(eqn.invars, flags, strict=True))
+    if eqn.primitive.name == "scan":
+        body, index = eqn.params["jaxpr"].jaxpr, eqn.outvars.index(v)
+        result, inputs = body.outvars[index], list(zip(body.invars, jaxprs.body_flags(eqn, flags), strict=True))
+        if index < eqn.params["num_carry"]:  # it is not made of itself
+            del inputs[eqn.params["num_consts"] + index]
+    return jaxprs.size_of(result) > sum(jaxprs.size_of(x) for x, flag in inputs if flag)
 
 
 def is_accumulation(eqn: core.JaxprEqn) -> bool:

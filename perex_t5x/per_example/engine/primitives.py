@@ -49,6 +49,13 @@ CHEAP = {
     "copy_p", "reduce_precision", "integer_pow", "square", "pvary",
 }  # fmt: skip
 
+# Linear in all of their operands together: they may combine gradients of what is computed from parameters alone, on the way
+# to the parameters (`engine.cones`).
+LINEAR_TOGETHER = {
+    "add", "add_any", "sub", "concatenate", "pad", "select_n", "scatter", "scatter-add", "dynamic_update_slice",
+    "optimization_barrier",
+}  # fmt: skip
+
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 # Sums over devices that may stand at the end of a gradient: linear, and acting on each element separately, so they may

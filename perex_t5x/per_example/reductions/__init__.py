@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 
 from perex_t5x.per_example.engine import jaxprs
@@ -17,12 +15,7 @@ REDUCTIONS = (dense.factored, sparse.sparse, sparse.sparse_plus_dense, dense.gra
 
 def select_reduction(site: ReductionSite) -> ReductionResult:
     """Reduces the gradient produced at `site`, by the first reduction that applies."""
-    result = _first_applicable(site)
-    if any(site.value(v)[1] for v in site.node.held):
-        # However well it is reduced, the producer's own inputs are as large as the gradient, and exist for all examples.
-        held = sum(jaxprs.size_of(v) * jaxprs.dtype_of(v).itemsize for v in site.node.held) * site.context.num_examples
-        return dataclasses.replace(result, reduction=reducer.MATERIALISED, note=site.node.note, transient_bytes=held)
-    return result
+    return reducer.with_held(_first_applicable(site), site.node, site.context.num_examples)
 
 
 def _first_applicable(site: ReductionSite) -> ReductionResult:
@@ -37,7 +30,7 @@ def _first_applicable(site: ReductionSite) -> ReductionResult:
     example_size = sum(jaxprs.size_of(v) for v, b in zip(site.node.leaves, site.batched, strict=True) if b)
     # The leaves exist for all examples already: a gradient that is no larger than they are may, too, and one fused pass over
     # all examples beats a loop.
-    if jaxprs.size_of(site.node.root) <= example_size:
+    if jaxprs.size_of(site.node.root) <= example_size and not site.node.one_at_a_time:
         in_axes = tuple(0 if b else None for b in site.batched)
         g_Nx = jax.vmap(site.gradient, in_axes=in_axes)(*site.leaves)
         return reducer.all_at_once(site.context, g_Nx, "all at once", initial=site.spec.initial)

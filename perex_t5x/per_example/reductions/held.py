@@ -59,13 +59,15 @@ def hold(site: ReductionSite) -> ReductionResult:
     return dataclasses.replace(reduced, held=list(site.leaves), again=again)
 
 
-def hold_value(context: ReductionContext, spec: ReductionSpec, value: Any, flag: bool, name: str, note: str) -> Any:
+def hold_value(context: ReductionContext, spec: ReductionSpec, value: Any, flag: bool) -> Any:
     """A gradient that exists already, for all examples (`flag`) or the same for all of them."""
 
     def again(context: ReductionContext, held: Sequence[Any], initial: Any) -> ReductionResult:
         mine = dataclasses.replace(spec, initial=initial)
         g = spec.pre(jnp.asarray(held[0]))
-        return reducer.all_at_once(context, g, name, note, initial) if flag else reducer.shared(context, mine, g)
+        if not flag:
+            return reducer.shared(context, mine, g)
+        return reducer.all_at_once(context, g, "all at once", initial=initial)
 
     return dataclasses.replace(again(context, [value], spec.initial), held=[value], again=again)
 

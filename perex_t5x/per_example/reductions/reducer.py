@@ -28,7 +28,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from perex_t5x.per_example.engine import jaxprs, shard_map
-from perex_t5x.per_example.engine.plan import Producer
+from perex_t5x.per_example.engine.cones import Cone
+from perex_t5x.per_example.engine.plan import Joint, Materialized, Producer
 from perex_t5x.per_example.engine.shard_map import AutoSharding, constrain
 from perex_t5x.per_example.statistic import BoundStatistic, Statistic
 
@@ -339,6 +340,50 @@ def one_at_a_time(site: ReductionSite) -> ReductionResult:
     begin = context.begin(spec.initial, g.shape, g.dtype, spec.sharding)
     sums, squares = over_examples(step, begin, (rows, context.weights_N, context.scales_N), context.num_examples)
     return ReductionResult(sums, squares, "one at a time", math.prod(g.shape) * g.dtype.itemsize)
+
+
+def jointly(
+    cone: Cone,
+    leaves: Sequence[Any],
+    batched: Sequence[bool],
+    wanted: Mapping[int, tuple[ReductionContext, ReductionSpec]],
+) -> dict[int, ReductionResult]:
+    """Several gradients in one loop over examples, since they are made of one another: by number of the cone's root."""
+    context = next(iter(wanted.values()))[0]
+    rows = [leaf for leaf, b in zip(leaves, batched, strict=True) if b]
+
+    def gradients(rows: Sequence[Any]) -> dict[int, jax.Array]:
+        row = iter(rows)
+        values = (next(row) if b else leaf for leaf, b in zip(leaves, batched, strict=True))
+        env: dict[Any, Any] = dict(zip(cone.leaves, values, strict=True))
+        jaxprs.run_equations(cone.eqns, env)
+        return {
+            k: constrain(at_least_f32(spec.pre(env[cone.roots[k]])), spec.sharding) for k, (_, spec) in wanted.items()
+        }
+
+    def step(sums: dict[int, list[jax.Array]], x: Any) -> tuple[dict[int, list[jax.Array]], Any]:
+        row, weight, scale = x
+        g = gradients(row)
+        new = {k: mine.added(sums[k], g[k], weight, scale) for k, (mine, _) in wanted.items()}
+        return new, {k: jnp.sum(jnp.square(g[k])) if context.norms else None for k in wanted}
+
+    shapes = jax.eval_shape(gradients, [jaxprs.struct(jax.typeof(x), x.shape[1:]) for x in rows])
+    begin = {
+        k: mine.begin(spec.initial, shapes[k].shape, shapes[k].dtype, spec.sharding)
+        for k, (mine, spec) in wanted.items()
+    }
+    sums, squares = over_examples(step, begin, (rows, context.weights_N, context.scales_N), context.num_examples)
+    # Of one example: all that is computed on the way.
+    size = sum(jaxprs.size_of(v) * jaxprs.dtype_of(v).itemsize for eqn in cone.eqns for v in eqn.outvars)
+    return {k: ReductionResult(sums[k], squares[k], "one at a time", size) for k in wanted}
+
+
+def with_held(result: ReductionResult, node: Producer | Materialized | Joint, num_examples: int) -> ReductionResult:
+    """However well a gradient is reduced: said, if values of its size exist for all examples on the way to it."""
+    if not node.held:
+        return result
+    held = num_examples * sum(jaxprs.size_of(v) * jaxprs.dtype_of(v).itemsize for v in node.held)
+    return dataclasses.replace(result, reduction=MATERIALISED, note=node.note, transient_bytes=held)
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------

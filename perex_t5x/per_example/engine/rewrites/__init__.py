@@ -6,6 +6,7 @@ compiler a shape it handles badly:
 - A sum over axes of size one becomes a reshape; values lose such axes where nothing else depends on it (`unit_axes`).
 - A `cond` whose predicate depends on the example becomes both branches and a selection.
 - Elementwise operations after a scan or remat, with a scalar or a shared array, move inside (`scans`).
+- A remat region whose gradients are used further is replaced by its body (`scans`).
 - A scan that adds gradients up in its carry is split in two (`scans`).
 - Matrix products lose padding, transposes and splits (`products`).
 """
@@ -21,7 +22,7 @@ from jax.extend import core
 
 from perex_t5x.per_example.engine import jaxprs
 from perex_t5x.per_example.engine.rewrites.products import paddings, splits, transposes, unit_contractions
-from perex_t5x.per_example.engine.rewrites.scans import accumulations, operations_into_bodies
+from perex_t5x.per_example.engine.rewrites.scans import accumulations, opened_remats, operations_into_bodies
 from perex_t5x.per_example.engine.rewrites.tools import Rule, rewritten, tails_of
 from perex_t5x.per_example.engine.rewrites.unit_axes import without_unit_axes
 
@@ -40,6 +41,7 @@ def rewrite(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable
         _sums_of_one,
         _selections,
         operations_into_bodies,
+        opened_remats,
         accumulations,
         paddings,
         transposes,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from perex_t5x.per_example.engine import jaxprs, plan, primitives
-from perex_t5x.per_example.engine.rewrites.tools import Rule, rewritten, tails_of
+from perex_t5x.per_example.engine.rewrites.tools import Rule, parameter_side, rewritten, tails_of
 
 # --- elementwise operations after a body ------------------------------------------------------------------------------
 
@@ -126,9 +126,7 @@ def _bind_with_operations(
         return outs
 
     if eqn.primitive.name in primitives.REMAT:
-        # The program is differentiated already, so of remat only its barrier is still needed.
-        body = jaxprs.closed(eqn.params["jaxpr"])
-        return applied(jaxprs.evaluate(body.jaxpr, body.consts, jaxprs.behind_barrier(eqn, values)), others)
+        return applied(_evaluate_remat(eqn, values, read), others)
     p = eqn.params
     body, num_carry = p["jaxpr"], p["num_carry"]
     consts, carry, xs = jaxprs.split_scan(values, p)
@@ -148,6 +146,38 @@ def _bind_with_operations(
     return [*carry, *ys]
 
 
+# --- remat regions that gradients are used further after --------------------------------------------------------------
+
+
+def opened_remats(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    """A remat region that makes a gradient of something computed from parameters before it: its body, behind its barrier.
+
+    Such a gradient goes on to a parameter, through a function's derivative or to be added to another. Only in the open can
+    it be followed to the equation that makes it.
+    """
+    jaxpr = program.jaxpr
+    remats = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in primitives.REMAT]
+    side = parameter_side(program, batched, wanted) if remats else set()
+    users = {v: eqn for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, core.Var)}
+    uses = jaxprs.use_counts(jaxpr)
+
+    def goes_on(v: core.Var) -> bool:
+        while uses.get(v, 0) == 1 and v in users and (plan.is_permutation(users[v]) or plan.is_unary(users[v])):
+            v = users[v].outvars[0]
+        is_part = v in users and users[v].primitive.name in ("pad", "concatenate", "dynamic_update_slice")
+        return uses.get(v, 0) > 1 or (v in users and not is_part)
+
+    opened = [eqn for eqn in remats if any(v in side and goes_on(v) for v in eqn.outvars)]
+    return rewritten(program, {id(eqn): _evaluate_remat for eqn in opened})
+
+
+def _evaluate_remat(eqn: core.JaxprEqn, values: Sequence[Any], read: Any) -> list[Any]:
+    # The program is differentiated already, so of remat only its barrier is still needed.
+    del read
+    body = jaxprs.closed(eqn.params["jaxpr"])
+    return jaxprs.evaluate(body.jaxpr, body.consts, jaxprs.behind_barrier(eqn, values))
+
+
 # --- gradients in a carry ---------------------------------------------------------------------------------------------
 
 
@@ -158,12 +188,11 @@ def accumulations(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tu
     only the finished sum: the carry, for all examples, would be N × parameter. What the additions need of each step is
     usually much smaller (two vectors for an outer product), so the scan stacks that, and the sum becomes a producer.
     """
-    del batched
-    tails, sources = tails_of(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
+    sources = jaxprs.source_of(program.jaxpr)
+    scans = [e for e in program.jaxpr.eqns if e.primitive.name == "scan" and not plan.is_accumulation(e)]
+    tails = tails_of(program.jaxpr, wanted) | parameter_side(program, batched, wanted) if scans else set()
     rules = {}
-    for eqn in program.jaxpr.eqns:
-        if eqn.primitive.name != "scan" or plan.is_accumulation(eqn):
-            continue
+    for eqn in scans:
         indices = [i for i, v in enumerate(eqn.outvars[: eqn.params["num_carry"]]) if v in tails]
         if not indices:
             continue

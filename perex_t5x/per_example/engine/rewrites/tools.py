@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from perex_t5x.per_example.engine import jaxprs, primitives
+from perex_t5x.per_example.engine import cones, jaxprs, primitives
 
 # Evaluates an equation in another way: (equation, its arguments, a function from earlier variables to values) -> results.
 Rule = Callable[[core.JaxprEqn, Sequence[Any], Callable[[Any], Any]], list[Any]]
@@ -64,3 +64,8 @@ def tails_of(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> set[core.Var]:
         if eqn.primitive.name in through:
             todo.extend(eqn.invars)
     return tails
+
+
+def parameter_side(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable[int]) -> set[core.Var]:
+    """`cones.parameter_side` of a program, of whose arguments those marked depend on the example."""
+    return cones.parameter_side(program.jaxpr, wanted, jaxprs.dependent(program.jaxpr, batched))
