@@ -2,6 +2,7 @@
 
     python -m perex_t5x.bench --gin_file=models/tiny.gin --gin_file=runs/bench.gin
     python -m perex_t5x.bench --engine=scanned,unrolled --rounds=9
+    python -m perex_t5x.bench --zoo=all --table=zoo.md
 
 The first times the training loop (feed, prefetching, metrics, log files, progress) and a bare JAX loop (the model's loss,
 `jax.grad`, the optimizer, batches already on the devices) on the same model, mesh and batches; each number is the median
@@ -18,6 +19,9 @@ The second times mean and mean square of a small model's per-example gradients, 
 `optax.microbatching.micro_grad` and the engine (`surgery`; with clip_norm `clipped`, in one backward pass, and `two
 passes`), beside the plain gradient. Every program runs all at once and at its own best microbatch size, the plain gradient
 too; times are ratios to it, with quartiles. Temporary memory is the compiler's. A readable summary goes to stderr.
+
+The third does so for the losses of `perex_t5x.zoo` (or some: --zoo='weight_*,lstm'), with the least time of the rounds, and
+writes a table that marks the losses where `vmap` or `micro_grad` needs less time or memory than the engine.
 
 Whatever is compared takes turns in every round. Cycles on a TPU, without one: `python -m perex_t5x.preflight.overhead`.
 """
@@ -36,7 +40,11 @@ if __name__ == "__main__":
         cli_flags.define_training_flags()
         known = ("scanned", "unrolled", "mlp")  # `bench_engine.MODELS`, without importing JAX
         flags.DEFINE_list("engine", None, f"Time the per-example engine on these models: some of {', '.join(known)}.")
-        flags.DEFINE_integer("rounds", 5, "With --engine: rounds in which all programs take turns.")
+        flags.DEFINE_list(
+            "zoo", None, "Time the per-example engine on these losses of the zoo: names, patterns, or all."
+        )
+        flags.DEFINE_string("table", None, "With --zoo: write the table into this Markdown file.")
+        flags.DEFINE_integer("rounds", 5, "With --engine or --zoo: rounds in which all programs take turns.")
         flags.DEFINE_list("microbatches", ["1", "4"], "With --engine: microbatch sizes to try, besides all at once.")
         flags.DEFINE_integer("examples", 16, "With --engine: examples of the decoder's batch.")
         flags.DEFINE_integer("layers", 4, "With --engine: layers.")
@@ -48,6 +56,11 @@ if __name__ == "__main__":
             sys.modules["__main__"].benchmark = bench.benchmark  # where ported Gin files look for it
             return bench.benchmark
 
+        if args.zoo is not None:
+            from perex_t5x.bench_zoo import benchmark_zoo
+
+            benchmark_zoo(args.zoo, args.rounds, args.table)
+            return
         if args.engine is None:
             from perex_t5x.cli import gin_command
 

@@ -3,9 +3,11 @@
 import json
 
 import gin
+import jax
+import numpy as np
 import pytest
 
-from perex_t5x import bench, bench_engine
+from perex_t5x import bench, bench_engine, bench_zoo, zoo
 from perex_t5x.errors import ConfigError
 from tests import tiny
 
@@ -46,3 +48,37 @@ def test_the_engine_beside_its_alternatives(capsys):
     assert all(row["best_microbatch"] in (None, 4) for row in rows.values())  # 7 does not divide 16
     with pytest.raises(ConfigError, match="--engine=scaned: .* Did you mean 'scanned'"):
         bench_engine.benchmark_engine(["scaned"])
+
+
+def test_losses_of_the_zoo(capsys, tmp_path):
+    rows = bench_zoo.benchmark_zoo(
+        ["dropout", "experts_ragged", "weight_t?nh"], rounds=1, table_file=str(tmp_path / "zoo.md"), large=False
+    )
+    out, summary = capsys.readouterr()
+    assert [json.loads(line) for line in out.splitlines()] == rows
+    assert [row["name"] for row in rows] == ["experts_ragged", "dropout", "weight_tanh"]
+    ragged, *others = rows
+    assert ragged["seconds"].keys() == {"plain", "map", "vmap", "micro_grad 4", "micro_grad 1"}
+    assert ragged["seconds"]["vmap"] is None and ragged["seconds"]["map"] > 0  # JAX cannot batch ragged_dot
+    for row in others:
+        assert row["seconds"].keys() == row["temp_bytes"].keys() and len(row["seconds"]) == 8
+    text = (tmp_path / "zoo.md").read_text()
+    assert summary.strip() in text and "--zoo=dropout,experts_ragged,weight_t?nh --rounds=1" in text
+    with pytest.raises(ConfigError, match="--zoo=weigth_tanh: no loss of this name. Did you mean 'weight_tanh'"):
+        bench_zoo.chosen(["weigth_tanh"])
+
+
+def test_programs_of_the_zoo_compute_the_same():
+    """Else their times could not be compared: mean and mean square, also where each example has a key."""
+    case = zoo.make("variational_autoencoder")
+    results = {name: p(case.params, case.batch) for name, p in bench_zoo.programs(case).items() if name != "plain"}
+    ours, _ = results.pop("surgery")
+    _, *of_vmap = results.pop("vmap")
+    for name, result in results.items():
+        moments = result[0] if "micro" in name else (result[0].mean, result[0].mean_square)
+        assert_close(moments, (ours.mean, ours.mean_square))
+    assert_close(tuple(of_vmap), (ours.mean, ours.mean_square))
+
+
+def assert_close(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), a, b)

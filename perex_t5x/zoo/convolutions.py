@@ -28,8 +28,8 @@ def _two_layers(
     """Two convolutions with biases, then the mean over places and a dense layer."""
 
     def maker(draw: Draw) -> Parts:
-        channels, classes = draw.size(4, 64), draw.size(3, 10)
-        side = draw.size(6, 256) if spatial == 1 else draw.size(5, 16)
+        channels, classes = draw.size(4, 32), draw.size(3, 10)
+        side = draw.size(6, 128) if spatial == 1 else draw.size(5, 16)
         kernel = (3,) * spatial + (1 if depthwise else channels // groups, channels)
         params = {
             "kernels": [draw.normal(*kernel, scale=(3**spatial * kernel[-2]) ** -0.5) for _ in range(2)],
@@ -56,7 +56,7 @@ add("conv_strided", _two_layers(_convolution(window_strides=(2, 2)), 2))
 add("conv_dilated_causal", _two_layers(_convolution(rhs_dilation=(2,), padding=((4, 0),)), 1))
 add(
     "conv_depthwise",
-    lambda draw: _two_layers(_convolution(feature_group_count=draw.size(4, 64)), 2, depthwise=True)(draw),
+    lambda draw: _two_layers(_convolution(feature_group_count=draw.size(4, 32)), 2, depthwise=True)(draw),
 )
 add("conv_grouped", _two_layers(_convolution(feature_group_count=2), 2, groups=2))
 
@@ -71,7 +71,7 @@ add("conv_transposed", _two_layers(_transposed, 2))
 @case()
 def resnet_block(draw: Draw) -> Parts:
     """A stem, two residual blocks with group normalisation, one of them strided with a projection."""
-    c, side, classes = draw.size(4, 32), draw.size(6, 32), draw.size(3, 10)
+    c, side, classes = draw.size(4, 32), draw.size(6, 16), draw.size(3, 10)
 
     def kernel(size: int, inputs: int, outputs: int) -> jax.Array:
         return draw.normal(size, size, inputs, outputs, scale=(size * size * inputs) ** -0.5)
@@ -107,7 +107,7 @@ def resnet_block(draw: Draw) -> Parts:
 @case()
 def conv_pooled(draw: Draw) -> Parts:
     """Maximum and mean pooling between convolutions, as in LeNet."""
-    c, side, classes = draw.size(3, 32), draw.size(8, 32), draw.size(3, 10)
+    c, side, classes = draw.size(3, 16), draw.size(8, 28), draw.size(3, 10)
     params = {
         "first": draw.normal(3, 3, 1, c, scale=0.3),
         "second": draw.normal(3, 3, c, 2 * c, scale=(9 * c) ** -0.5),

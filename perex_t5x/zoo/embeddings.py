@@ -11,7 +11,7 @@ from perex_t5x.zoo.case import Draw, Parts, case, cross_entropy
 
 
 def _table(draw: Draw, d: int) -> tuple[int, jax.Array]:
-    vocabulary = draw.size(12, 8192)
+    vocabulary = draw.size(12, 4096)
     return vocabulary, draw.normal(vocabulary, d, scale=d**-0.5)
 
 
@@ -140,7 +140,7 @@ def embedding_hashed(draw: Draw) -> Parts:
         return jnp.mean(jnp.tanh(x_BxTxD) ** 2)
 
     params = {"table": draw.normal(buckets, d), "mix": jnp.float32(0.4)}
-    return loss, params, _tokens(draw, draw.size(12, 8192))
+    return loss, params, _tokens(draw, draw.size(12, 4096))
 
 
 @case()

@@ -18,14 +18,14 @@ def _through(
     """mean (tanh(x f(w)) − y)², x with a sequence axis; `parameters` draws what f takes, a square weight by default."""
 
     def maker(draw: Draw) -> Parts:
-        d = draw.size(6, 128)
+        d = draw.size(6, 256)
         params = parameters(draw, d) if parameters else {"w": draw.weight(d, d)}
 
         def loss(params: Any, batch: Any) -> jax.Array:
             y_BxTxE = jnp.tanh(batch["x"] @ function(params))
             return jnp.mean((y_BxTxE - batch["y"][:, :, None]) ** 2)
 
-        n, t = draw.size(4, 16), draw.size(3, 32)
+        n, t = draw.size(4, 32), draw.size(3, 16)
         return loss, params, {"x": draw.normal(n, t, d), "y": draw.normal(n, t)}
 
     return maker
@@ -149,7 +149,7 @@ for _name, _parts in _FUNCTIONS.items():
 @case()
 def weight_twice(draw: Draw) -> Parts:
     """The function of the weight is used twice, once transposed."""
-    d, t = draw.size(6, 128), draw.size(3, 32)
+    d, t = draw.size(6, 256), draw.size(3, 32)
 
     def loss(params: Any, x_BxTxD: jax.Array) -> jax.Array:
         made = jnp.tanh(params["w"])
@@ -176,7 +176,7 @@ def tied_transpose(draw: Draw) -> Parts:
 @case()
 def shared_layers(draw: Draw) -> Parts:
     """One layer applied again and again by a loop in Python (ALBERT), and its scaled copy once more."""
-    d, t = draw.size(5, 128), draw.size(3, 32)
+    d, t = draw.size(5, 256), draw.size(3, 32)
 
     def loss(params: Any, x_BxTxD: jax.Array) -> jax.Array:
         h = x_BxTxD
@@ -203,7 +203,7 @@ def flattened_parameters(draw: Draw) -> Parts:
 @case()
 def stacked_split(draw: Draw) -> Parts:
     """Layers are cut from stacked parameters one by one, two of them joined into a wide product."""
-    d, t = draw.size(4, 128), draw.size(3, 32)
+    d, t = draw.size(4, 256), draw.size(3, 32)
 
     def loss(params: Any, x_BxTxD: jax.Array) -> jax.Array:
         first, second, third = (w[0] for w in jnp.split(params["w"], 3))
