@@ -133,8 +133,8 @@ def _decoder(
     """A causal language model. `remat`: the policy of `jax.checkpoint`, or True."""
 
     def maker(draw: Draw) -> Parts:
-        d, h, t, layers = draw.size(4, 128), draw.size(2, 4), draw.size(5, 64), draw.size(2, 2)
-        f, vocabulary, kv = draw.size(6, 512), draw.size(11, 2048), kv_heads or draw.size(2, 4)
+        d, h, t, layers = draw.size(4, 128), draw.size(2, 4), draw.size(5, 32), 2
+        f, vocabulary, kv = draw.size(6, 512), draw.size(11, 1024), kv_heads or draw.size(2, 4)
         k = d // h
         params = {
             "embedding": draw.normal(vocabulary, d, scale=d**-0.5),
