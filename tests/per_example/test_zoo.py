@@ -1,12 +1,13 @@
 """Every loss of the zoo against a plain loop over single examples, all at once and in microbatches."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from perex_t5x import per_example, zoo
 from perex_t5x.per_example.statistic import canonical
-from tests.per_example.loop_reference import assert_matches, norms, single_gradients
+from tests.per_example.loop_reference import SOME, assert_matches, clipped, grouped, norms, single_gradients
 
 NAMES = ("mean", "mean_square", "mean_sign")
 # Cases whose arithmetic is coarser than float32's: what the gradients are rounded to while they are formed.
@@ -55,3 +56,34 @@ def test_large_cases_are_the_same_losses():
         assert (out[0] if large.options.get("has_aux") else out).shape == ()
         size = lambda case: sum(x.size for x in jax.tree.leaves((case.params, case.batch)))  # noqa: E731
         assert size(large) > 10 * size(tiny), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_every_option_against_the_loop(name):
+    """Clipping with weights; groups, in microbatches; statistics with φ(0) ≠ 0 and with operands."""
+    case = zoo.make(name)
+    gradients, rtol = loop(case), COARSE.get(name, 5e-5)
+    limit, weights = float(np.median(norms(gradients))), jnp.array([1.0, 0.0, 2.0, 0.5])
+    operand = jax.tree.map(lambda g: jnp.asarray(0.5 * g, jnp.float32), gradients[0])
+    beyond = per_example.Statistic("beyond", lambda g, m: jnp.square(g - m), operands=("momentum",))
+    options = {"norms": True, **case.options}
+    clipping = per_example.grad_statistics(case.loss, SOME, clip_norm=limit, **options)
+    groups = per_example.grad_statistics(case.loss, SOME, group_size=2, microbatch_size=2, **options)
+    seeing = per_example.grad_statistics(case.loss, ("mean", beyond), **options)
+
+    @jax.jit
+    def compute(operand, *arguments):
+        results = clipping(*arguments, weights=weights), groups(*arguments)
+        return *results, seeing(*arguments, operands={"momentum": operand})
+
+    (clip_stats, clip_aux), (group_stats, group_aux), (seen, _) = compute(operand, case.params, case.batch, *case.extra)
+    assert_matches(clip_stats, clipped(gradients, limit), SOME, weights=weights, rtol=rtol)
+    np.testing.assert_allclose(clip_aux.norms[jnp.array([0, 2, 3])], np.array(norms(gradients))[[0, 2, 3]], rtol=rtol)
+    pairs = grouped(gradients, 2)
+    assert_matches(group_stats, pairs, SOME, rtol=rtol)
+    np.testing.assert_allclose(group_aux.norms, norms(pairs), rtol=rtol)
+    gaps = [jax.tree.map(lambda g, m: np.square(g - m), g, operand) for g in gradients]
+    top = max(np.max(x) for g in gaps for x in jax.tree.leaves(g))
+    for actual, *single in zip(jax.tree.leaves(seen["beyond"]), *map(jax.tree.leaves, gaps), strict=True):
+        np.testing.assert_allclose(actual, np.mean(single, axis=0), rtol=1e-3, atol=10 * rtol * top)
