@@ -67,6 +67,9 @@ def test_what_cannot_be_batched_goes_one_after_another():
     sizes, experts = jnp.array([1, 2]), np.stack([W, 2 * W])
     loss = lambda p, x: jnp.sum(jax.lax.ragged_dot(x[0], p, sizes) ** 2)  # noqa: E731
     assert_same(statistics(loss, experts, X, method="map")[0], statistics(loss, experts, X, method="loop")[0])
+    pairs = [np.mean([jax.grad(loss)(experts, x[None]) for x in X[i : i + 2]], axis=0) for i in (0, 2)]
+    in_groups, _ = statistics(loss, experts, X, method="map", group_size=2)
+    np.testing.assert_allclose(in_groups.mean_square, np.mean(np.square(pairs), axis=0), rtol=2e-5)
     with pytest.raises(NotImplementedError, match="ragged_dot.* for several examples at once.*method='map'"):
         statistics(loss, experts, X)
 
@@ -108,6 +111,11 @@ def test_keys_whose_numbers_depend_on_the_batch_are_refused(implementation):
     whole, parts = (statistics(loss, W, X, key, rng_argnums=2, method="map", microbatch_size=m)[0] for m in (None, 1))
     assert_same(whole, parts)
     assert_same(whole, statistics(loss, W, X, key, rng_argnums=2, method="loop")[0])
+    single = [jax.grad(loss)(W, x[None], jax.random.fold_in(key, i)) for i, x in enumerate(X)]
+    pairs = [(single[i] + single[i + 1]) / 2 for i in (0, 2)]
+    for method in ("map", "loop"):  # within a group as well, each example draws as it would alone
+        in_groups, _ = statistics(loss, W, X, key, rng_argnums=2, method=method, group_size=2)
+        np.testing.assert_allclose(in_groups.mean_square, np.mean(np.square(pairs), axis=0), rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -443,7 +444,11 @@ class Request:
                 # An example that is left out is replaced by one that is not: its NaN stay out of the gradient as well.
                 stand_in = jnp.where(weights_b != 0, jnp.arange(weights_b.shape[0]), jnp.argmax(weights_b != 0))
                 batch = jax.tree.map(lambda x: x[stand_in], batch)
-            losses_b, aux_b = jax.vmap(lambda row, i: example(differentiated, others, row, i))(batch, indices_b)
+            one = lambda x: example(differentiated, others, *x)  # noqa: E731
+            # Methods that take one example after another do so within a group, too: what JAX cannot batch, keys whose
+            # numbers depend on how many are drawn together, and effects in order rest on it.
+            together = options.method in ("surgery", "vmap")
+            losses_b, aux_b = (jax.vmap(one) if together else functools.partial(jax.lax.map, one))((batch, indices_b))
             if weights_b is None:
                 return scale * jnp.mean(losses_b), (losses_b, aux_b)
             total = jnp.sum(weights_b)
