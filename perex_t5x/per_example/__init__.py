@@ -6,10 +6,22 @@ compute = per_example.grad_statistics(loss_fn, ("mean", "mean_square"))
 stats, aux = compute(params, batch)
 """
 
+from perex_t5x.per_example import metrics
 from perex_t5x.per_example.coverage import Coverage, coverage
 from perex_t5x.per_example.grad_statistics import grad_statistics
 from perex_t5x.per_example.independent import check_independent
+from perex_t5x.per_example.metrics import Metric
 from perex_t5x.per_example.results import GradStatistics, PerExample
 from perex_t5x.per_example.statistic import Statistic
 
-__all__ = ["Coverage", "GradStatistics", "PerExample", "Statistic", "check_independent", "coverage", "grad_statistics"]
+__all__ = [
+    "Coverage",
+    "GradStatistics",
+    "Metric",
+    "PerExample",
+    "Statistic",
+    "check_independent",
+    "coverage",
+    "grad_statistics",
+    "metrics",
+]

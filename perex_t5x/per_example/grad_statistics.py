@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from perex_t5x.per_example import metrics as metric_module
 from perex_t5x.per_example.engine import explicit_axes
 from perex_t5x.per_example.engine.accumulate import (
     Holding,
@@ -26,10 +27,13 @@ from perex_t5x.per_example.engine.request import (
     Request,
     Roles,
     Selected,
+    check_clip_norm,
+    clips_by_parameter,
     closed_over,
     num_examples,
     parameter_filter,
 )
+from perex_t5x.per_example.metrics import Metric
 from perex_t5x.per_example.reductions import held
 from perex_t5x.per_example.results import GradStatistics, PerExample
 from perex_t5x.per_example.statistic import Statistic, canonical
@@ -58,7 +62,8 @@ def grad_statistics(
     rng_argnums: int | tuple[int, ...] = (),
     parameters: str | Callable[[str], bool] | None = None,
     norms: bool = False,
-    clip_norm: float | None = None,
+    clip_norm: Any = None,
+    metrics: str | Metric | Iterable[str | Metric] = (),
     non_finite: str = "keep",
     strict: bool = False,
     data_axes: str | Sequence[str] = (),
@@ -93,7 +98,12 @@ def grad_statistics(
       parameters: which parameters, by name ('layers/w'): a regular expression to search for, or a function. The others
         are held constant, and the statistics have None in their place.
       norms: also the norm of each unit's gradient (before clipping).
-      clip_norm: each h_j is scaled to at most this norm, inside φ. Needs the norms first.
+      clip_norm: each h_j is scaled to at most this norm, inside φ: a number, which may be traced. Or by parameter: a tree
+        like the parameters, of numbers, each for the norm of that parameter's own gradient; or a function from one unit's
+        norms, a tree like the parameters, to the factor of its gradient, or to a tree of factors. Needs the norms first.
+      metrics: numbers of each unit's whole gradient before clipping, in `aux.metrics[name]`: names ('norm', 'squared_norm',
+        'parameter_norms', 'cosine_to_mean', 'gram') or `Metric` objects (`perex_t5x.per_example.metrics`). With them
+        `statistics` may be empty.
       non_finite: 'keep'; 'skip': units whose loss or gradient norm is not finite are left out, which needs the norms first
         as well; or 'raise'.
       strict: an error, naming the parameter, where a gradient would have to be materialised for all examples.
@@ -129,14 +139,18 @@ def grad_statistics(
     ):
         if value not in known:
             raise ValueError(f"{name} = {value!r}: must be one of {', '.join(known)}.")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm = {clip_norm!r}: must be positive.")
+    if clip_norm is not None and not callable(clip_norm) and not clips_by_parameter(clip_norm):
+        check_clip_norm(clip_norm)
     if isinstance(clip_memory, bool) or not isinstance(clip_memory, int | float) or not clip_memory >= 0:
         raise ValueError(f"clip_memory = {clip_memory!r}: must be a number of bytes, 0 or more.")
     if isinstance(microbatch_size, str) and microbatch_size != "auto":
         raise ValueError(f"microbatch_size = {microbatch_size!r}: must be a whole number, None or 'auto'.")
+    wanted, measured = canonical(statistics), metric_module.canonical(metrics)
+    if not wanted and not measured:
+        raise ValueError("statistics is empty: give at least one, for instance ('mean', 'mean_square'), or metrics.")
     options = Options(
-        statistics=canonical(statistics),
+        statistics=wanted,
+        metrics=measured,
         method=method,
         roles=Roles.make(argnums, batch_argnums, rng_argnums),
         parameters=parameter_filter(parameters),
@@ -200,7 +214,7 @@ class Compute:
     def __call__(
         self,
         *arguments: Any,
-        weights: jax.Array | None = None,
+        weights: jax.Array | Callable[[Any, Any], Any] | None = None,
         first_index: Any = 0,
         operands: Mapping[str, Any] | None = None,
         **keywords: Any,
@@ -211,11 +225,12 @@ class Compute:
 
         Args:
           weights: one per example, outside φ; 0 leaves an example out. Within a group, h_j is the weighted mean and w_j
-            the mean of its weights.
+            the mean of its weights. Or a function of one example's (group's) loss and gradient norm, two numbers, that gives
+            its weight: it needs the norms first.
           first_index: of the batch's first example in the global batch; example i's key is fold_in(key, first_index + i).
             With `data_axes` the devices' parts are counted automatically.
-          operands: name -> a tree like the parameters, for statistics that see more than the gradient
-            (`Statistic.operands`).
+          operands: name -> a tree like the parameters, for statistics and metrics that see more than the gradient
+            (`Statistic.operands`, `Metric.operands`).
         """
         loss_fn, arguments = closed_over(self.loss_fn, arguments, keywords, self.options.roles)
         if (mesh := explicit_axes.mesh_of((arguments, weights))) is not None:
@@ -240,8 +255,11 @@ class Compute:
         mine = dataclasses.replace(options, data_axes=(*options.data_axes, *lies.data_axes))
         compute = dataclasses.replace(self, options=mine, _sizes={}, _holdings={})
         known: dict[str, Any] = {}
+        weight_fn = weights if callable(weights) else None
+        weights = None if callable(weights) else weights
 
         def run(arguments: tuple[Any, ...], weights: Any, first_index: Any, operands: Any) -> Any:
+            weights = weight_fn or weights
             statistics, per_unit = compute._run(loss_fn, arguments, weights, first_index, operands)[:2]
             # Counts that are known without computing stay so: what asks for two examples can then say that there is one.
             known.update(
@@ -251,7 +269,7 @@ class Compute:
 
         def results(averages: Any, examples: Any, groups: Any, whole: Any) -> tuple[GradStatistics, PerExample]:
             statistics = GradStatistics(averages, whole, whole, whole, whole, options.group_size, whole)
-            return statistics, PerExample(examples, groups, examples, whole)
+            return statistics, PerExample(examples, groups, examples, whole, groups)
 
         batched = tuple(i in roles.batch_argnums for i in range(len(arguments)))
         like = [lies.sharding_of(x) for x in selected.leaves(arguments)]
@@ -264,7 +282,7 @@ class Compute:
         """How these arguments (or their shapes) are computed; nothing is run. Operands are like the parameters."""
         seen: list[ReductionTrace] = []
         loss_fn, arguments = closed_over(self.loss_fn, arguments, keywords, self.options.roles)
-        roles, names = self.options.roles, {name for s in self.options.statistics for name in s.operands}
+        roles, names = self.options.roles, self.options.operand_names
 
         def run(*traced: Any) -> None:
             like = traced[roles.argnums[0]] if roles.single else tuple(traced[i] for i in roles.argnums)
@@ -281,6 +299,10 @@ class Compute:
         first_index: Any,
         operands: Mapping[str, Any],
     ) -> Any:
+        if self.options.needs_mean and metric_module.BATCH_MEAN not in operands:
+            alone = dataclasses.replace(self.options, statistics=canonical("mean"), metrics=(), norms=False)
+            before = Compute(self.loss_fn, alone)._run(loss_fn, arguments, weights, first_index, {})[0]
+            operands = {**operands, metric_module.BATCH_MEAN: before.mean}
         request = Request.make(loss_fn, self.options, arguments, weights, first_index, operands)
         key = request.shapes()
         if self.options.microbatch_size != "auto":
@@ -317,6 +339,6 @@ class Compute:
     def _holding(self, request: Request, shapes: Any, micro: int) -> Holding:
         if (shapes, micro) not in self._holdings:
             self._holdings[shapes, micro] = choose_holding(request, micro)
-            if self.options.norms_first:
+            if request.norms_first:
                 _log.info("norms first, %d units at a time: %s", micro, self._holdings[shapes, micro])
         return self._holdings[shapes, micro]

@@ -156,9 +156,10 @@ def _total(tree: Any) -> Any:
 @dataclasses.dataclass(frozen=True)
 class PerExample:
     """What belongs to single examples: `values` (losses, [N]), `norms` of their gradients ([N], or None), the loss's own
-    `aux` with a leading axis N, and how many examples were not finite."""
+    `aux` with a leading axis N, how many examples were not finite, and `metrics` of their gradients: name -> [N, ...]."""
 
     values: jax.Array
     norms: jax.Array | None
     aux: Any
     non_finite: jax.Array
+    metrics: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -197,6 +197,4 @@ def canonical(statistics: str | Statistic | Iterable[str | Statistic]) -> tuple[
         if item.name in names_of(result):
             raise ValueError(f"statistic {item.name!r} is given twice.")
         result.append(item)
-    if not result:
-        raise ValueError("statistics is empty: give at least one, for instance ('mean', 'mean_square').")
     return tuple(result)

@@ -18,6 +18,7 @@ from perex_t5x.per_example.engine import jaxprs, shard_map
 from perex_t5x.per_example.engine.references import METHODS
 from perex_t5x.per_example.engine.request import Inputs, Options, Request, one_if_zero, trace
 from perex_t5x.per_example.kernels import dispatch
+from perex_t5x.per_example.metrics import Metric
 from perex_t5x.per_example.reductions import held
 from perex_t5x.per_example.reductions.reducer import MATERIALISED, MIXED_UNITS, SHARED, ReductionResult
 from perex_t5x.per_example.results import GradStatistics, PerExample
@@ -100,7 +101,7 @@ def accumulate(request: Request, inputs: Inputs, micro: int, holding: Holding) -
 def choose_holding(request: Request, micro: int) -> Holding:
     """The first strategy whose memory, counted in the program that will run, is within the budget."""
     options = request.options
-    if not options.norms_first:
+    if not request.norms_first:
         return Holding()
     if options.method != "surgery":
         return Holding(held.TWO_PASSES, why=f"method={options.method!r} keeps nothing")
@@ -157,11 +158,17 @@ def _with_rows(inputs: Inputs, rows: tuple[Any, Any, Any]) -> Inputs:
     return dataclasses.replace(inputs, batch=batch, indices_Mxb=indices, weights_Mxb=weights)
 
 
-def _first_pass(request: Request, inputs: Inputs, strategy: str) -> Any:
-    """A pass for norms alone, for which there are cheaper reductions (`gram`); it keeps what `strategy` says."""
+def _first_pass(request: Request, inputs: Inputs, strategy: str, metrics: Sequence[Metric] = ()) -> Any:
+    """A pass for norms (and metrics), for which there are cheaper reductions (`gram`); it keeps what `strategy` says."""
     hold = "" if strategy == held.TWO_PASSES else strategy
     context = dataclasses.replace(
-        request.context, statistics=(), num_examples=inputs.num_units, norms=True, unit="example", hold=hold
+        request.context,
+        statistics=(),
+        num_examples=inputs.num_units,
+        norms=True,
+        metrics=metrics,
+        unit="example",
+        hold=hold,
     )
     return METHODS[request.options.method](request, context, inputs, None)
 
@@ -169,9 +176,50 @@ def _first_pass(request: Request, inputs: Inputs, strategy: str) -> Any:
 def _factor(request: Request) -> float:
     """What turns sums into averages, where the number of units is known beforehand; else 1."""
     options = request.options
-    if options.unit != "example" or options.non_finite == "skip" or request.inputs.weights_Mxb is not None:
+    if options.unit != "example" or not _all_count_once(request):
         return 1.0
     return 1.0 / (request.inputs.num_units * request.num_devices)
+
+
+def _all_count_once(request: Request) -> bool:
+    weighted = request.inputs.weights_Mxb is not None or request.weight_fn is not None
+    return not weighted and request.options.non_finite != "skip"
+
+
+def _scales(request: Request, first: Sequence[ReductionResult], norms_N: jax.Array) -> Any:
+    """Clipping: (c_n of all parameters, or None; parameter -> its own c_n, or None)."""
+    limit, names = request.options.clip_norm, request.selected.names
+    if limit is None:
+        return None, None
+
+    def at_most(limit: Any, norms_N: jax.Array) -> jax.Array:
+        return jnp.minimum(1.0, limit / jnp.maximum(norms_N, jnp.finfo(norms_N.dtype).tiny))
+
+    if not callable(limit) and request.clip_norms is None:
+        return at_most(limit, norms_N), None
+    by_parameter: list[Any] = [jnp.sqrt(r.squares_N) for r in first]
+    if request.clip_norms is not None:
+        scales = [at_most(c, n) for c, n in zip(request.clip_norms, by_parameter, strict=True)]
+        return None, dict(zip(names, scales, strict=True))
+    factors = jax.vmap(limit)(request.selected.trees({"norms": by_parameter})["norms"])
+    if hasattr(factors, "shape") and factors.shape == norms_N.shape:
+        return factors, None
+    scales = request.selected.of_each(factors, "clip_norm is a function, and what it returns")
+    for name, x in zip(names, scales, strict=True):
+        if jnp.shape(x) != norms_N.shape:
+            raise ValueError(
+                "clip_norm is a function of one example's norms: it must return a number, or a tree like the parameters of "
+                f"numbers, but of {name} it returns shape {jnp.shape(x)[1:]}."
+            )
+    return None, dict(zip(names, scales, strict=True))
+
+
+def _weights_by(request: Request, losses_Mxb: jax.Array, norms_M: jax.Array) -> jax.Array | None:
+    """The weights that the call's function gives to units."""
+    if request.weight_fn is None:
+        return None
+    weights_M = jax.vmap(request.weight_fn)(jnp.mean(losses_Mxb, axis=1), norms_M)
+    return weights_M.astype(jnp.promote_types(weights_M.dtype, jnp.float32))
 
 
 def _norms(reduced: Sequence[ReductionResult]) -> jax.Array:
@@ -205,28 +253,34 @@ def _reduce_chunk(
     options, method = request.options, METHODS[request.options.method]
     units = inputs.num_units
     unit_weights = None if inputs.weights_Mxb is None else jnp.mean(inputs.weights_Mxb, axis=1)
-    norms, scales, first, losses, aux = None, None, None, None, None
+    norms, scales, first, losses, aux = None, (None, None), None, None, None
     if holding.strategy:
         # φ(c g) needs every example's c, and c its whole gradient's norm, before the first sum.
-        (losses, aux), first = _first_pass(request, inputs, holding.strategy)
+        (losses, aux), first = _first_pass(request, inputs, holding.strategy, options.metrics)
         norms = _norms(first)
+        if request.weight_fn is not None:
+            unit_weights = _weights_by(request, losses, norms)
         if options.non_finite == "skip":
             finite = jnp.isfinite(norms) & jnp.all(jnp.isfinite(losses), axis=1)
             unit_weights = jnp.where(finite, 1.0 if unit_weights is None else unit_weights, 0.0)
-        if options.clip_norm is not None:
-            scales = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norms, jnp.finfo(norms.dtype).tiny))
+        scales = _scales(request, first, norms)
     wants_norms = first is None and (options.norms or options.non_finite == "raise")
     context = dataclasses.replace(
         request.context,
         num_examples=units,
         weights_N=unit_weights,
-        scales_N=scales,
+        scales_N=scales[0],
+        parameter_scales=scales[1],
         norms=wants_norms,
+        metrics=options.metrics if first is None else (),
         factor=_factor(request),
     )
     if first is not None and holding.passes == 1:
         initials = [None] * len(first) if initial is None else initial
-        reduced = [r.again(context, r.held, i) for r, i in zip(first, initials, strict=True)]
+        reduced = [
+            r.again(context.bound(name, {}), r.held, i)
+            for name, r, i in zip(request.selected.names, first, initials, strict=True)
+        ]
     else:
         (losses, aux), reduced = method(request, context, inputs, initial)
     if wants_norms:
@@ -236,6 +290,8 @@ def _reduce_chunk(
         finite &= jnp.isfinite(norms)
     w = jnp.ones(units) if unit_weights is None else unit_weights
     w_Mxb = jnp.ones(inputs.indices_Mxb.shape) if inputs.weights_Mxb is None else inputs.weights_Mxb
+    if request.weight_fn is not None:
+        w_Mxb = w_Mxb * w[:, None]
     w_Mxb = jnp.where((w != 0)[:, None], w_Mxb, 0.0)
     squares, totals = jnp.sum(jnp.square(w_Mxb), axis=1), jnp.sum(w_Mxb, axis=1)
     sums = {
@@ -256,8 +312,10 @@ def _reduce_chunk(
         sums["positions"] = jnp.sum(jnp.where(w != 0, most, 0))
     if inputs.weights_Mxb is not None and inputs.weights_Mxb.shape[1] > 1:  # a stand-in's loss is not the example's
         losses, aux = jax.tree.map(lambda x: _blanked(x, inputs.weights_Mxb != 0), (losses, aux))
-    norms = norms if options.norms or options.norms_first else None
-    per_unit = {"losses": losses, "aux": aux, "norms": norms, "bad": ~finite & (w != 0)}
+    norms = norms if options.norms or request.norms_first else None
+    measured = reduced if first is None else first
+    metrics = {m.name: [r.metrics[m.name] for r in measured] for m in options.metrics}
+    per_unit = {"losses": losses, "aux": aux, "norms": norms, "bad": ~finite & (w != 0), "metrics": metrics}
     return sums, per_unit, ReductionTrace(reduced, first, {})
 
 
@@ -291,9 +349,8 @@ def finish(request: Request, sums: dict[str, Any], per_unit: Any, how: Reduction
                 value = value * inverse.astype(value.dtype)
             leaves.append(value)
         averages[s.name] = leaves
-    every = options.non_finite != "skip" and request.inputs.weights_Mxb is None
     num_groups, count = sums["units"], sums["examples"]
-    if every:
+    if _all_count_once(request):
         num_groups, count = np.int32(units), np.int32(request.count * request.num_devices)
     if options.unit == "token":
         num_groups = sums["positions"]
@@ -302,7 +359,9 @@ def finish(request: Request, sums: dict[str, Any], per_unit: Any, how: Reduction
     flat = jax.tree.map(lambda x: x.reshape(request.count, *x.shape[2:]), (per_unit["losses"], per_unit["aux"]))
     if options.non_finite == "raise":
         _raise_if_non_finite(per_unit["bad"])
-    return statistics, PerExample(flat[0], per_unit["norms"], flat[1], sums["non_finite"]), how
+    trees = request.selected.trees(per_unit["metrics"])
+    metrics = {m.name: m.combined(trees[m.name]) for m in options.metrics}
+    return statistics, PerExample(flat[0], per_unit["norms"], flat[1], sums["non_finite"], metrics), how
 
 
 def _blanked(x: jax.Array, keep_Mxb: jax.Array) -> jax.Array:

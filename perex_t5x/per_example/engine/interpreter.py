@@ -33,7 +33,7 @@ from perex_t5x.per_example.engine.plan import (
     make_plan,
 )
 from perex_t5x.per_example.engine.rewrites import rewrite
-from perex_t5x.per_example.reductions import held, reducer, select_reduction
+from perex_t5x.per_example.reductions import held, measures, reducer, select_reduction
 from perex_t5x.per_example.reductions.reducer import (
     MATERIALISED,
     MIXED_UNITS,
@@ -129,7 +129,7 @@ def run(
         return values, flags
 
     def site_of(node: Producer, spec: ReductionSpec) -> ReductionSite:
-        return ReductionSite(context.bound(spec.operands), spec, node, *leaves_of(node))
+        return ReductionSite(context.bound(spec.parameter, spec.operands), spec, node, *leaves_of(node))
 
     def reduce(node: Node, spec: ReductionSpec) -> ReductionResult:
         match node:
@@ -141,30 +141,33 @@ def run(
                 return _sum_over_devices(context, eqns, reduce(child, spec.before_collective(eqns)), spec.initial)
             case Concatenated(shape=shape, parts=parts):
                 reduced = [reduce(child, spec.slice(k, at, size)) for k, (at, size, child) in enumerate(parts)]
-                return _concatenated(shape, [start for start, _, _ in parts], reduced)
+                return _concatenated(context, shape, [start for start, _, _ in parts], reduced)
             case InControlFlow(eqn=eqn, index=i):
                 return inside[id(eqn), i]
             case Producer():
                 site = site_of(node, spec)
-                return held.hold(site) if context.hold else select_reduction(site)
+                return measures.with_metrics(site, held.hold(site) if context.hold else select_reduction(site))
             case Joint(cone=cone, index=k):
+                site = site_of(node.alone, spec)
                 if context.hold:
-                    return held.hold(site_of(node.alone, spec))
+                    return measures.with_metrics(site, held.hold(site))
                 if id(cone) not in jointly:
-                    wanted = {i: (context.bound(one.operands), one) for i, one in joint[id(cone)].items()}
-                    jointly[id(cone)] = reducer.jointly(cone, *leaves_of(cone), wanted)
-                return reducer.with_held(jointly[id(cone)][k], node, context.num_examples)
+                    bound = {i: (context.bound(one.parameter, one.operands), one) for i, one in joint[id(cone)].items()}
+                    jointly[id(cone)] = reducer.jointly(cone, *leaves_of(cone), bound)
+                reduced = reducer.with_held(jointly[id(cone)][k], node, context.num_examples)
+                return measures.with_metrics(site, reduced)
             case Materialized(var=v):
                 value, flag = read(v)
-                bound = context.bound(spec.operands)
+                bound = context.bound(spec.parameter, spec.operands)
                 if context.hold:
-                    result = held.hold_value(context, spec, value, flag)
+                    reduced = held.hold_value(context, spec, value, flag)
                 # An unused parameter's zeros, a regulariser's gradient: nothing of it differs by example.
                 elif not flag:
-                    result = reducer.shared(bound, spec, spec.pre(jnp.asarray(value)))
+                    reduced = reducer.shared(bound, spec, spec.pre(jnp.asarray(value)))
                 else:
-                    result = reducer.all_at_once(bound, spec.pre(value), "all at once", initial=spec.initial)
-                return reducer.with_held(result, node, context.num_examples)
+                    reduced = reducer.all_at_once(bound, spec.pre(value), "all at once", initial=spec.initial)
+                reduced = reducer.with_held(reduced, node, context.num_examples)
+                return measures.of_value(context, spec, value, flag, reduced)
         raise AssertionError(node)
 
     # Each gradient is reduced as soon as its producer's inputs exist, so that these can be freed (`Plan.due`).
@@ -202,7 +205,10 @@ def _collect_specs(
 
 
 def _concatenated(
-    shape: tuple[int, ...], starts: Sequence[Sequence[int]], parts: Sequence[ReductionResult]
+    context: ReductionContext,
+    shape: tuple[int, ...],
+    starts: Sequence[Sequence[int]],
+    parts: Sequence[ReductionResult],
 ) -> ReductionResult:
     def finish(raws: Sequence[Any]) -> list[jax.Array]:
         finished = [part.finish(raw) for part, raw in zip(parts, raws, strict=True)]
@@ -232,6 +238,7 @@ def _concatenated(
         again=some(
             [p.again for p in parts], lambda agains: functools.partial(_concatenated_again, shape, starts, agains)
         ),
+        metrics={m.name: m.joined(p.metrics[m.name] for p in parts) for m in context.metrics},
     )
 
 
@@ -240,7 +247,7 @@ def _concatenated_again(
 ) -> ReductionResult:
     initials = [None] * len(agains) if initial is None else initial
     parts = [again(context, h, i) for again, h, i in zip(agains, held, initials, strict=True)]
-    return _concatenated(shape, starts, parts)
+    return _concatenated(context, shape, starts, parts)
 
 
 def _described_together(parts: Sequence[ReductionResult]) -> ReductionResult:
@@ -332,18 +339,19 @@ def _enter_cond(
                 jaxprs.for_all(r, context.num_examples) if needs_axis and not has_axis else r
                 for r, needs_axis, has_axis in zip(results, out_flags, result_flags, strict=True)
             ]
-            return results, {i: (r.finish(r.raw), r.squares_N, positions(r)) for i, r in reduced.items()}
+            return results, {i: (r.finish(r.raw), r.squares_N, positions(r), r.metrics) for i, r in reduced.items()}
 
         return take
 
     results, arrays = jax.lax.switch(index, [branch(b) for b in branches], operands)
     reductions = {}
-    for i, (sums, squares, positions_N) in arrays.items():
+    for i, (sums, squares, positions_N, metrics) in arrays.items():
         reductions[i] = dataclasses.replace(
             _described_together([reduced[i] for reduced in seen]),
             raw=plus(specs[i].initial, sums),
             squares_N=squares,
             positions_N=positions_N,
+            metrics=metrics,
         )
     return results, out_flags, reductions
 
@@ -394,7 +402,7 @@ def _enter_scan(
         # In the carry, XLA updates one layer of the sums in place; scanned over, they would be a second buffer of that size.
         totals_L = {i: jax.tree.map(lambda t, r: t.at[at].set(r), totals_L[i], reduced[i].raw) for i in totals_L}
         raws = {i: r.raw for i, r in reduced.items() if i not in totals_L}
-        counts = {i: (r.squares_N, r.positions_N) for i, r in reduced.items()}
+        counts = {i: (r.squares_N, r.positions_N, r.metrics) for i, r in reduced.items()}
         return (new_carry, totals_L), (results[num_carry:], raws, counts, kept.new)
 
     (carry, totals_L), (ys, raws, counts, new) = scan.scan(
@@ -410,12 +418,15 @@ def _enter_scan(
     reductions = {}
     for i, r in seen["reduced"].items():
         # Squares of a stacked parameter add up over its layers. Positions do not: each layer is applied at the same ones.
-        squares_LxN, positions_LxN = counts[i]
+        squares_LxN, positions_LxN, metrics_LxN = counts[i]
         squares = None if squares_LxN is None else jnp.sum(squares_LxN, axis=0)
         positions = None if positions_LxN is None else jnp.max(positions_LxN, axis=0)
         raw = totals_L[i] if i in totals_L else raws[i]
         finish = functools.partial(_finish_layers, r.finish)
-        reductions[i] = dataclasses.replace(r, raw=raw, squares_N=squares, finish=finish, positions_N=positions)
+        metrics = {m.name: m.over_layers(metrics_LxN[m.name]) for m in context.metrics}
+        reductions[i] = dataclasses.replace(
+            r, raw=raw, squares_N=squares, finish=finish, positions_N=positions, metrics=metrics
+        )
         if r.again is not None:
             reductions[i].held, reductions[i].again = seen["kept"].for_layers(i, r.again, xs, new, eqn)
     return [*carry, *ys], [*carry_flags, *y_flags], reductions
@@ -503,50 +514,62 @@ def _enter_shard_map(
     in_specs = [PartitionSpec(None, *s) if f else s for s, f in zip(p["in_specs"], flags, strict=True)]
     seen: dict[str, Any] = {}
 
-    def local(values: Sequence[Any], weights_N: Any, scales_N: Any, operands: Any) -> Any:
-        here = {i: ReductionSpec(spec.pre, operands=operands[i]) for i, spec in specs.items()}
+    def local(values: Sequence[Any], weights_N: Any, scales: Any, operands: Any) -> Any:
+        here = {i: ReductionSpec(spec.pre, operands=operands[i], parameter=spec.parameter) for i, spec in specs.items()}
         # Values in here do not carry the axes they vary over (check_vma=False below), so zeros need not be cast to them.
         # What is kept would have to leave the region, and how it is divided is not known: nothing is.
-        mine = dataclasses.replace(context, weights_N=weights_N, scales_N=scales_N, varying=frozenset(), hold="")
+        mine = dataclasses.replace(
+            context,
+            weights_N=weights_N,
+            scales_N=scales[0],
+            parameter_scales=scales[1],
+            varying=frozenset(),
+            hold="",
+        )
         body = jaxprs.inline(jaxprs.closed(p["jaxpr"]), manual=True)
         results, result_flags, reduced = run(body, values, flags, here, mine)
         seen.update(reduced=reduced)
         sums = {i: r.finish(r.raw) for i, r in reduced.items()}
         squares = {i: r.squares_N for i, r in reduced.items() if r.squares_N is not None}
         # A norm is of the whole gradient, of which a device has a part if its result is divided over mesh axes.
+        axes = {
+            i: tuple(a for e in p["out_specs"][i] if e for a in (e if isinstance(e, tuple) else (e,))) for i in specs
+        }
         for i, square in squares.items():
-            axes = tuple(
-                a for entry in p["out_specs"][i] if entry for a in (entry if isinstance(entry, tuple) else (entry,))
-            )
-            squares[i] = jax.lax.psum(square, axes) if axes else square
+            squares[i] = jax.lax.psum(square, axes[i]) if axes[i] else square
+        metrics = {
+            i: {m.name: m.over_devices(r.metrics[m.name], axes[i]) for m in context.metrics} for i, r in reduced.items()
+        }
         batched = [
             None if r is None else r if f else jaxprs.for_all(r, context.num_examples)
             for r, f in zip(results, result_flags, strict=True)
         ]
-        return batched, sums, squares
+        return batched, sums, squares, metrics
 
     num = len(eqn.outvars)
     result_specs = [None if i in specs else PartitionSpec(None, *p["out_specs"][i]) for i in range(num)]
     sum_specs = {i: [p["out_specs"][i]] * len(context.statistics) for i in specs}
     square_specs = {i: PartitionSpec() for i in specs} if context.norms else {}
     shared = PartitionSpec()
-    results, sums, squares = jax.shard_map(
+    results, sums, squares, metrics = jax.shard_map(
         local,
         mesh=p["mesh"],
         in_specs=(in_specs, shared, shared, {i: p["out_specs"][i] for i in specs}),
-        out_specs=(result_specs, sum_specs, square_specs),
+        out_specs=(result_specs, sum_specs, square_specs, shared),
         axis_names=p["newly_manual_axes"],
         check_vma=False,
     )(
         [jnp.asarray(v) for v in values],
         context.weights_N,
-        context.scales_N,
+        (context.scales_N, context.parameter_scales),
         {i: dict(spec.operands) for i, spec in specs.items()},
     )
     reductions = {}
     for i, r in seen["reduced"].items():
         raw = plus(specs[i].initial, sums[i])
-        reductions[i] = dataclasses.replace(r, raw=raw, squares_N=squares.get(i), finish=list, positions_N=None)
+        reductions[i] = dataclasses.replace(
+            r, raw=raw, squares_N=squares.get(i), finish=list, positions_N=None, metrics=metrics[i]
+        )
     return results, [r is not None for r in results], reductions
 
 

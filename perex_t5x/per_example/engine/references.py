@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from perex_t5x.per_example.engine import interpreter, jaxprs, shard_map
 from perex_t5x.per_example.engine.request import Inputs, Request, trace, unit_rows
-from perex_t5x.per_example.reductions import reducer
+from perex_t5x.per_example.reductions import measures, reducer
 from perex_t5x.per_example.reductions.reducer import ReductionContext, ReductionResult
 
 # (losses and aux per unit, the reduction of each selected parameter's gradient)
@@ -53,12 +53,15 @@ def by_vmap(request: Request, context: ReductionContext, inputs: Inputs, initial
     in_axes = (None, None, *(None if r is None else 0 for r in rows))
     gradient = jax.vmap(request.unit_gradient(), in_axes=in_axes)
     (_, per_unit), grads = gradient(inputs.differentiated, inputs.others, *rows)
+    names = request.selected.names
     reduced = [
         reducer.all_at_once(
-            context.bound(inputs.operands[i]), g, "vmap", initial=None if initial is None else initial[i]
+            context.bound(name, inputs.operands[i]), g, "vmap", initial=None if initial is None else initial[i]
         )
-        for i, g in enumerate(grads)
+        for i, (name, g) in enumerate(zip(names, grads, strict=True))
     ]
+    for i, r in enumerate(reduced):
+        r.metrics = measures.of_all(context.metrics, reducer.at_least_f32(grads[i]), names[i], inputs.operands[i])
     return per_unit, reduced
 
 
@@ -69,19 +72,27 @@ def by_map(request: Request, context: ReductionContext, inputs: Inputs, initial:
     gradient = request.unit_gradient()
 
     def step(totals: list[Any], x: Any) -> tuple[list[Any], Any]:
-        row, weight, scale = x
+        row, weight, scales = x
         (_, mine), grads = gradient(inputs.differentiated, inputs.others, *row)
         grads = [reducer.at_least_f32(g) for g in grads]
-        totals = [c.added(sums, g, weight, scale) for c, sums, g in zip(contexts, totals, grads, strict=True)]
-        return totals, (mine, [jnp.sum(jnp.square(g)) for g in grads] if context.norms else None)
+        totals = [
+            c.added(sums, g, weight, scale) for c, sums, g, scale in zip(contexts, totals, grads, scales, strict=True)
+        ]
+        squares = [jnp.sum(jnp.square(g)) for g in grads] if context.norms else None
+        metrics = [{m: reduce(g) for m, reduce in f.items()} for f, g in zip(functions, grads, strict=True)]
+        return totals, (mine, squares, metrics)
 
-    contexts = [context.bound(operands) for operands in inputs.operands]
+    named = list(zip(request.selected.names, inputs.operands, strict=True))
+    contexts = [context.bound(name, operands) for name, operands in named]
+    functions = [{m.name: m.bound(name, operands) for m in context.metrics} for name, operands in named]
     shapes = [jax.eval_shape(reducer.at_least_f32, x) for x in inputs.differentiated]
     begin = [contexts[i].begin(initial and initial[i], s.shape, s.dtype) for i, s in enumerate(shapes)]
-    rows = (unit_rows(inputs), context.weights_N, context.scales_N)
-    totals, (per_unit, squares) = reducer.over_examples(step, begin, rows, context.num_examples)
+    # Examples' scales may differ by parameter.
+    scales = [c.scales_N for c in contexts]
+    rows = (unit_rows(inputs), context.weights_N, scales)
+    totals, (per_unit, squares, metrics) = reducer.over_examples(step, begin, rows, context.num_examples)
     reduced = [
-        ReductionResult(sums, squares and squares[i], "map", s.size * s.dtype.itemsize)
+        ReductionResult(sums, squares and squares[i], "map", s.size * s.dtype.itemsize, metrics=metrics[i])
         for i, (sums, s) in enumerate(zip(totals, shapes, strict=True))
     ]
     return per_unit, reduced
@@ -90,24 +101,35 @@ def by_map(request: Request, context: ReductionContext, inputs: Inputs, initial:
 def by_loop(request: Request, context: ReductionContext, inputs: Inputs, initial: Sequence[Any] | None) -> Result:
     """The reference: a Python loop over units, one gradient each."""
     _refuse_devices(request, context, inputs)
+    names = request.selected.names
     gradient = request.unit_gradient()
-    per_unit, totals, squares = [], initial, []
+    per_unit, totals, squares, every = [], initial, [], []
     reduced: list[ReductionResult] = []
     for j in range(context.num_examples):
         rows = jax.tree.map(lambda x, j=j: x[j], unit_rows(inputs))
         (_, mine), grads = gradient(inputs.differentiated, inputs.others, *rows)
         weight, scale = (None if x is None else x[j : j + 1] for x in (context.weights_N, context.scales_N))
-        alone = dataclasses.replace(context, num_examples=1, weights_N=weight, scales_N=scale)
+        by_name = context.parameter_scales
+        by_name = None if by_name is None else {name: x[j : j + 1] for name, x in by_name.items()}
+        alone = dataclasses.replace(context, num_examples=1, weights_N=weight, scales_N=scale, parameter_scales=by_name)
         reduced = [
             reducer.all_at_once(
-                alone.bound(inputs.operands[i]), g[None], "loop", initial=None if totals is None else totals[i]
+                alone.bound(names[i], inputs.operands[i]),
+                g[None],
+                "loop",
+                initial=None if totals is None else totals[i],
             )
             for i, g in enumerate(grads)
         ]
         totals = [r.raw for r in reduced]
         per_unit.append(mine)
         squares.append([r.squares_N for r in reduced])
+        if context.metrics:
+            every.append(grads)
     for i, r in enumerate(reduced):
+        if every:
+            g_Nx = reducer.at_least_f32(jnp.stack([grads[i] for grads in every]))
+            r.metrics = measures.of_all(context.metrics, g_Nx, names[i], inputs.operands[i])
         r.squares_N = jnp.concatenate([s[i] for s in squares]) if context.norms else None
     return jax.tree.map(lambda *x: jnp.stack(x), *per_unit), reduced
 

@@ -11,9 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from perex_t5x.per_example.engine import jaxprs, shard_map
 from perex_t5x.per_example.engine.shard_map import AutoSharding
+from perex_t5x.per_example.metrics import BATCH_MEAN, POSITIONS, Metric, positions_of
 from perex_t5x.per_example.reductions.reducer import ReductionContext, ReductionSpec
 from perex_t5x.per_example.statistic import Statistic
 
@@ -147,26 +149,35 @@ class Selected:
             result[name] = self.tree.unflatten([next(rest) if c else None for c in self.chosen])
         return result
 
-    def operands(self, given: Mapping[str, Any], statistics: Sequence[Statistic]) -> list[dict[str, Any]]:
-        """Of each selected leaf, the operands that the statistics see, by name."""
+    def of_each(self, tree: Any, what: str) -> list[Any]:
+        """The entries of a tree like the parameters that belong to the selected leaves; `what` it is, for an error."""
+        try:
+            every = self.tree.flatten_up_to(tree)
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"{what} does not have the parameters' structure: {e}") from e
+        return [x for x, c in zip(every, self.chosen, strict=True) if c]
+
+    def operands(
+        self, given: Mapping[str, Any], statistics: Sequence[Statistic], metrics: Sequence[Metric] = ()
+    ) -> list[dict[str, Any]]:
+        """Of each selected leaf, the operands that the statistics and metrics see, by name."""
         needed: dict[str, str] = {}
-        for s in statistics:
-            needed |= {name: s.name for name in s.operands if name not in needed}
-        for name, statistic in needed.items():
+        for kind, readers in (("statistic", statistics), ("metric", metrics)):
+            for reader in readers:
+                needed |= {name: f"{kind} {reader.name!r}" for name in reader.operands if name not in needed}
+        makes_positions = needed.pop(POSITIONS, None) is not None
+        for name, reader in needed.items():
             if name not in given:
                 raise ValueError(
-                    f"statistic {statistic!r} needs the operand {name!r}: give operands={{{name!r}: ...}}, a tree like the "
-                    "parameters."
+                    f"{reader} needs the operand {name!r}: give operands={{{name!r}: ...}}, a tree like the parameters."
                 )
         if unknown := sorted(set(given) - set(needed)):
-            raise ValueError(f"operands has {', '.join(map(repr, unknown))}, which no statistic sees.")
-        found: list[dict[str, Any]] = [{} for _ in self.names]
+            raise ValueError(f"operands has {', '.join(map(repr, unknown))}, which no statistic sees, nor a metric.")
+        found: list[dict[str, Any]] = [
+            {POSITIONS: positions_of(shape)} if makes_positions else {} for shape in self.shapes
+        ]
         for name, tree in given.items():
-            try:
-                every = self.tree.flatten_up_to(tree)
-            except (ValueError, TypeError) as e:
-                raise ValueError(f"operand {name!r} does not have the parameters' structure: {e}") from e
-            mine = [x for x, c in zip(every, self.chosen, strict=True) if c]
+            mine = self.of_each(tree, f"operand {name!r}")
             for i, (x, parameter, shape) in enumerate(zip(mine, self.names, self.shapes, strict=True)):
                 if jnp.shape(x) != shape:
                     raise ValueError(
@@ -180,12 +191,8 @@ class Selected:
         """Of the selected leaves, from a tree like the parameters; Nones without one."""
         if shardings is None:
             return [None] * len(self.names)
-        try:
-            every = self.tree.flatten_up_to(shardings)
-        except (ValueError, TypeError) as e:
-            raise ValueError(f"shardings does not have the parameters' structure: {e}") from e
-        chosen = [s for s, c in zip(every, self.chosen, strict=True) if c]
-        return [AutoSharding.of(s, len(shape)) for s, shape in zip(chosen, self.shapes, strict=True)]
+        mine = self.of_each(shardings, "shardings")
+        return [AutoSharding.of(s, len(shape)) for s, shape in zip(mine, self.shapes, strict=True)]
 
 
 def closed_over(
@@ -282,7 +289,7 @@ class Options:
     token_fallback: bool
     reduction: str
     norms: bool
-    clip_norm: float | None
+    clip_norm: Any  # see `clipping`
     non_finite: str
     strict: bool
     data_axes: tuple[str, ...] = ()
@@ -291,11 +298,18 @@ class Options:
     kernels: bool = True
     clip_memory: float = 0.0
     clip_strategy: str = "auto"
+    metrics: tuple[Metric, ...] = ()
 
     @property
-    def norms_first(self) -> bool:
-        """Whether every example's norm must be known before the first sum."""
-        return self.clip_norm is not None or self.non_finite == "skip"
+    def operand_names(self) -> frozenset[str]:
+        """Of the trees that are given with the call."""
+        names = {name for x in (*self.statistics, *self.metrics) for name in x.operands}
+        return frozenset(names - {POSITIONS})
+
+    @property
+    def needs_mean(self) -> bool:
+        """Whether the batch's mean gradient is an operand, which the call computes itself."""
+        return BATCH_MEAN in self.operand_names
 
 
 @jax.tree_util.register_dataclass
@@ -324,6 +338,8 @@ class Request:
       microbatch: units at a time.
       context: what all reductions of this request have in common; a chunk of units completes it.
       shardings, sharded_over: of each selected parameter, see `ReductionSpec`.
+      weight_fn: a function of one unit's loss and gradient norm that gives its weight; None: `Inputs.weights_Mxb`.
+      clip_norms: of each selected parameter, where it is clipped by itself; else None.
     """
 
     loss_fn: Callable[..., Any]
@@ -336,6 +352,8 @@ class Request:
     context: ReductionContext
     shardings: list[AutoSharding | None]
     sharded_over: list[tuple[str, ...] | None]
+    weight_fn: Callable[[Any, Any], Any] | None = None
+    clip_norms: list[Any] | None = None
 
     @classmethod
     def make(
@@ -358,6 +376,8 @@ class Request:
         elif options.microbatch_size not in (None, "auto"):
             check_divides("microbatch_size", options.microbatch_size, "the number of examples", count)
         _check_keys(arguments, options)
+        if any(m.pairwise for m in options.metrics):
+            _check_pairs(options, micro < units)
         selected = Selected.make(arguments, roles, options.parameters)
         shard_map.check_data_axes(options.data_axes)
         # Examples are numbered over all devices: a key's fold_in, and so dropout, must not depend on the mesh.
@@ -371,8 +391,8 @@ class Request:
             others=selected.others(arguments),
             batch=rows,
             indices_Mxb=indices.reshape(units, b),
-            weights_Mxb=_weights(weights, count, b),
-            operands=selected.operands(operands, options.statistics),
+            weights_Mxb=None if callable(weights) else _weights(weights, count, b),
+            operands=selected.operands(operands, options.statistics, options.metrics),
         )
         # Without data_axes the statistics are of this device's examples, and a loss may still not mix devices': whatever
         # the batch varies over, or (check_vma=False, nothing known) any manual axis, may divide the examples.
@@ -397,7 +417,33 @@ class Request:
         # Parameters too: JAX would otherwise sum the gradient of one that is the same on all devices over their examples.
         inputs = shard_map.vary(inputs, varying)
         shardings = selected.auto_shardings(options.shardings)
-        return cls(loss_fn, options, selected, len(arguments), count, micro, inputs, context, shardings, sharded_over)
+        if callable(weights):
+            _check_weight_function(weights)
+        clip_norms = None
+        if clips_by_parameter(options.clip_norm):
+            clip_norms = selected.of_each(options.clip_norm, "clip_norm")
+            for name, limit in zip(selected.names, clip_norms, strict=True):
+                check_clip_norm(limit, f"clip_norm of {name}")
+        return cls(
+            loss_fn,
+            options,
+            selected,
+            len(arguments),
+            count,
+            micro,
+            inputs,
+            context,
+            shardings,
+            sharded_over,
+            weights if callable(weights) else None,
+            clip_norms,
+        )
+
+    @property
+    def norms_first(self) -> bool:
+        """Whether every example's norm must be known before the first sum."""
+        options = self.options
+        return options.clip_norm is not None or options.non_finite == "skip" or self.weight_fn is not None
 
     def specs(self, inputs: Inputs, initial: Sequence[Any] | None) -> list[ReductionSpec]:
         """How each selected parameter's gradient is to be reduced; `initial`: sums to add to, one entry per parameter."""
@@ -407,6 +453,7 @@ class Request:
                 sharding=s,
                 sharded_over=axes,
                 operands=inputs.operands[i],
+                parameter=self.selected.names[i],
             )
             for i, (s, axes) in enumerate(zip(self.shardings, self.sharded_over, strict=True))
         ]
@@ -466,6 +513,57 @@ def _weights(weights: Any, count: int, b: int) -> jax.Array | None:
         raise ValueError(f"weights has shape {weights.shape}: one per example is needed, ({count},).")
     # Integer and bfloat16 weights: their sums would be wrong, or rounded.
     return weights.astype(jnp.promote_types(weights.dtype, jnp.float32)).reshape(-1, b)
+
+
+def _check_weight_function(fn: Callable[[Any, Any], Any]) -> None:
+    """Of one unit: a function that looks at the others would give other weights with other microbatches and devices."""
+    losses, norms = (jnp.asarray(np.random.default_rng(seed).uniform(0.5, 2.0, 5), jnp.float32) for seed in (0, 1))
+    one = jax.eval_shape(fn, losses[0], norms[0])
+    if getattr(one, "shape", None) != ():
+        raise ValueError(
+            "weights is a function: it must turn the loss and the gradient norm of one example, two numbers, into one, but "
+            f"it returns {getattr(one, 'shape', type(one).__name__)}."
+        )
+    try:
+        with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            together, alone = np.asarray(fn(losses, norms)), np.asarray(jax.vmap(fn)(losses, norms))
+    except Exception:  # it closes over something traced, or takes numbers only: then it cannot look at other examples
+        return
+    if together.shape == alone.shape and not np.allclose(together, alone, rtol=1e-4, equal_nan=True):
+        raise ValueError(
+            "weights is a function: it must see one example's loss and norm alone, but of several it gives other weights "
+            "than of each. Leave out what normalises: the statistics are divided by the sum of the weights."
+        )
+
+
+def clips_by_parameter(clip_norm: Any) -> bool:
+    """Whether it is a tree of limits, one for each parameter."""
+    return clip_norm is not None and not callable(clip_norm) and not _is_number(clip_norm)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float | np.generic | np.ndarray | jax.Array) and jnp.ndim(x) == 0
+
+
+def check_clip_norm(limit: Any, what: str = "clip_norm") -> None:
+    """Raises unless it is a positive number; of one that is traced, unless it is a number."""
+    if isinstance(limit, bool) or not _is_number(limit):
+        raise ValueError(f"{what} = {limit!r}: must be a positive number.")
+    if not isinstance(limit, Tracer) and not limit > 0:
+        raise ValueError(f"{what} = {limit!r}: must be positive.")
+
+
+def _check_pairs(options: Options, has_microbatches: bool) -> None:
+    names = ", ".join(repr(m.name) for m in options.metrics if m.pairwise)
+    instead = "per_example.metrics.sketch(dim) gives vectors whose inner products estimate the same."
+    if has_microbatches or options.microbatch_size == "auto":
+        raise ValueError(f"metric {names} needs all examples at a time: microbatch_size=None. {instead}")
+    if options.data_axes:
+        raise ValueError(
+            f"metric {names} is of the examples of one device, which divides the batch over {options.data_axes}. {instead}"
+        )
+    if options.method == "map":
+        raise ValueError(f"metric {names}: method='map' has one gradient at a time; use 'surgery' or 'vmap'. {instead}")
 
 
 def _with_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:

@@ -184,8 +184,8 @@ def gathered(eqns: Sequence[core.JaxprEqn], x: jax.Array) -> jax.Array:
     for eqn in reversed(eqns):
         if eqn.primitive.name == "shard_map":
             raise NotImplementedError(
-                "a statistic with operands, of a parameter that is gathered over data axes inside another shard_map, is not "
-                "supported: leave the parameter out with parameters=..., or gather it outside."
+                "a statistic or metric with operands, of a parameter that is gathered over data axes inside another "
+                "shard_map, is not supported: leave the parameter out with parameters=..., or gather it outside."
             )
         if eqn.primitive.name == "reduce_scatter":
             p = eqn.params
@@ -194,6 +194,13 @@ def gathered(eqns: Sequence[core.JaxprEqn], x: jax.Array) -> jax.Array:
                 x, axes_of(eqn), axis=p["scatter_dimension"], tiled=p["tiled"], axis_index_groups=groups
             )
     return x
+
+
+def numbered_apart(eqns: Sequence[core.JaxprEqn], x: jax.Array) -> jax.Array:
+    """Numbers 0, 1, ... of a device's part, continued over the devices whose parts `gathered` puts together."""
+    if not any(eqn.primitive.name == "reduce_scatter" for eqn in eqns):
+        return x
+    return x + jnp.asarray(device_index(summed_axes(eqns)) * x.size, x.dtype)
 
 
 def cross(eqns: Sequence[core.JaxprEqn], x: jax.Array, transport: Any) -> jax.Array:

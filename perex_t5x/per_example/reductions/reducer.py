@@ -31,6 +31,7 @@ from perex_t5x.per_example.engine import jaxprs, shard_map
 from perex_t5x.per_example.engine.cones import Cone
 from perex_t5x.per_example.engine.plan import Joint, Materialized, Producer
 from perex_t5x.per_example.engine.shard_map import AutoSharding, constrain
+from perex_t5x.per_example.metrics import POSITIONS, Metric
 from perex_t5x.per_example.statistic import BoundStatistic, Statistic
 
 MATERIALISED = "materialised"
@@ -59,6 +60,7 @@ class ReductionResult:
       kernel: why TPUs use XLA's loop and not the kernel; '' where they use the kernel, None where there is no kernel.
       held, again: in a pass for norms that keeps what the statistics can be formed from: the arrays, and the function
         (context, held, sums to add to) -> ReductionResult. `again` closes over no arrays; None where nothing is kept.
+      metrics: name -> [N, ...], this parameter's values before `Metric.combine` (`reductions.measures`).
     """
 
     raw: Any
@@ -72,6 +74,7 @@ class ReductionResult:
     kernel: str | None = None
     held: Any = None
     again: Again | None = None
+    metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
     def then(self, fn: Unary) -> ReductionResult:
         """With `fn` applied to the finished sums."""
@@ -91,7 +94,9 @@ class ReductionContext:
       statistics: the φ.
       weights_N: w_n, outside φ; None: all 1. Examples of weight 0 are selected away, so that their NaN do no harm.
       scales_N: c_n, inside φ (clipping): φ(c_n g_n); None: all 1. Norms are of the gradient before scaling.
+      parameter_scales: parameter -> c_n of its own gradient (clipping by parameter), in place of `scales_N`.
       norms: whether Σ g_n² is wanted.
+      metrics: numbers of each g_n that are wanted besides, before scaling.
       hold: what to keep for statistics that are formed later: a strategy of `reductions.held`; '': nothing.
       unit: 'example' or 'token'.
       factor: of all sums, known beforehand: 1 / the number of all devices' examples makes them averages at no cost.
@@ -106,7 +111,9 @@ class ReductionContext:
     num_examples: int
     weights_N: jax.Array | None = None
     scales_N: jax.Array | None = None
+    parameter_scales: Mapping[str, jax.Array] | None = None
     norms: bool = False
+    metrics: Sequence[Metric] = ()
     hold: str = ""
     unit: str = "example"
     factor: float = 1.0
@@ -116,8 +123,11 @@ class ReductionContext:
     data_axes: tuple[str, ...] = ()
     transport: Any = None
 
-    def bound(self, operands: Mapping[str, jax.Array]) -> ReductionContext:
-        """The same, of a gradient whose statistics see these operands."""
+    def bound(self, parameter: str, operands: Mapping[str, jax.Array]) -> ReductionContext:
+        """The same, of a parameter's gradient, whose statistics see these operands."""
+        if self.parameter_scales is not None:
+            alone = dataclasses.replace(self, scales_N=self.parameter_scales[parameter], parameter_scales=None)
+            return alone.bound(parameter, operands)
         if not operands or not any(s.operands for s in self.statistics if isinstance(s, Statistic)):
             return self
         statistics = [
@@ -199,7 +209,8 @@ class ReductionSpec:
       initial: sums to add to, as `ReductionResult.raw`; None: zeros.
       sharding: of the gradient and its sums over automatic mesh axes; None: as the compiler likes.
       sharded_over: the data axes over which devices have different parts of the parameter; None: not known.
-      operands: of statistics that see more than the gradient, like the result, in its order of elements.
+      operands: of statistics and metrics that see more than the gradient, like the result, in its order of elements.
+      parameter: the name of the parameter that the result is the gradient of, or a part of it.
     """
 
     pre: Unary = lambda x: x
@@ -207,6 +218,7 @@ class ReductionSpec:
     sharding: AutoSharding | None = None
     sharded_over: tuple[str, ...] | None = None
     operands: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    parameter: str = ""
 
     def before_unary(self, eqn: core.JaxprEqn) -> ReductionSpec:
         """Before an elementwise equation, which then belongs to φ."""
@@ -229,7 +241,11 @@ class ReductionSpec:
     def before_collective(self, eqns: Sequence[core.JaxprEqn]) -> ReductionSpec:
         """On each device, before a sum over devices: the sums so far are added after it, or each device would add them; and
         of an operand that is scattered with the sums, each device needs all."""
-        operands = {name: shard_map.gathered(eqns, x) for name, x in self.operands.items()}
+        operands = {
+            # A device knows the positions in its own part only; those of different parts must differ.
+            name: shard_map.gathered(eqns, shard_map.numbered_apart(eqns, x) if name == POSITIONS else x)
+            for name, x in self.operands.items()
+        }
         return dataclasses.replace(self, initial=None, operands=operands)
 
     def slice(self, index: int, start: Sequence[int], shape: Sequence[int]) -> ReductionSpec:
@@ -362,9 +378,9 @@ def jointly(
         }
 
     def step(sums: dict[int, list[jax.Array]], x: Any) -> tuple[dict[int, list[jax.Array]], Any]:
-        row, weight, scale = x
+        row, weight, scales = x
         g = gradients(row)
-        new = {k: mine.added(sums[k], g[k], weight, scale) for k, (mine, _) in wanted.items()}
+        new = {k: mine.added(sums[k], g[k], weight, scales[k]) for k, (mine, _) in wanted.items()}
         return new, {k: jnp.sum(jnp.square(g[k])) if context.norms else None for k in wanted}
 
     shapes = jax.eval_shape(gradients, [jaxprs.struct(jax.typeof(x), x.shape[1:]) for x in rows])
@@ -372,7 +388,8 @@ def jointly(
         k: mine.begin(spec.initial, shapes[k].shape, shapes[k].dtype, spec.sharding)
         for k, (mine, spec) in wanted.items()
     }
-    sums, squares = over_examples(step, begin, (rows, context.weights_N, context.scales_N), context.num_examples)
+    scales = {k: mine.scales_N for k, (mine, _) in wanted.items()}
+    sums, squares = over_examples(step, begin, (rows, context.weights_N, scales), context.num_examples)
     # Of one example: all that is computed on the way.
     size = sum(jaxprs.size_of(v) * jaxprs.dtype_of(v).itemsize for eqn in cone.eqns for v in eqn.outvars)
     return {k: ReductionResult(sums[k], squares[k], "one at a time", size) for k in wanted}
