@@ -62,11 +62,14 @@ class CountSketch:
         key = jax.random.fold_in(
             jax.random.key(self.seed, impl="threefry2x32"), np.uint32(zlib.crc32(parameter.encode()))
         )
-        # Each element's bits are a function of its position alone, in whatever order or part of the parameter it comes.
-        draw = lambda e: jax.random.bits(jax.random.fold_in(key, e), (), jnp.uint32)  # noqa: E731
-        bits = jax.vmap(draw)(positions.reshape(-1)).reshape(positions.shape)
-        bucket = (bits >> 1) % np.uint32(self.dim)
-        return (2 * bucket + (bits & 1)).astype(jnp.int32)
+
+        # Each element's bits are a function of its position alone, in whatever order or part of the parameter it comes: the
+        # data of its own key, two words.
+        def code(e: jax.Array) -> jax.Array:
+            words = jax.random.key_data(jax.random.fold_in(key, e))
+            return (2 * (words[0] % np.uint32(self.dim)) + (words[1] & 1)).astype(jnp.int32)
+
+        return jax.vmap(code)(positions.reshape(-1)).reshape(positions.shape)
 
     def __call__(self, g: jax.Array, codes: jax.Array) -> jax.Array:
         signed = jnp.where(codes % 2 == 1, -g, g).reshape(-1)

@@ -53,7 +53,8 @@ def by_hand(gradients, v, mean=None):
     g_NxP, v_P = np.stack([flat(g) for g in gradients]), flat(v)
     mean_P = g_NxP.mean(axis=0) if mean is None else flat(mean)
     names = [
-        jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in jax.tree_util.tree_leaves_with_path(gradients[0])
+        jax.tree_util.keystr(p, simple=True, separator="/")
+        for p, _ in jax.tree_util.tree_leaves_with_path(gradients[0])
     ]
     stack = lambda rows: jax.tree.map(lambda *x: np.stack(x), *rows)  # noqa: E731
     return {
@@ -102,3 +103,266 @@ def test_every_reduction_against_a_loop(name, method, expected):
     compute = per_example.grad_statistics(loss, ("mean",), method=method, metrics=wanted)
     run = compute if method == "loop" else jax.jit(compute)
     assert_same(run(params, BATCH, operands={"v": direction(params)})[1].metrics, expected(name), wanted)
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", "without a sequence", "embedding", "tied", "scanned", "slices", "materialised"]
+)
+def test_gram_matrices_of_gradients_that_do_not_fit(name, expected, monkeypatch):
+    """Tiles of products, rows of embeddings, blocks of examples."""
+    monkeypatch.setattr(measures, "GRAM_BYTES", 300)
+    loss, params = CASES[name]
+    found = jax.jit(per_example.grad_statistics(loss, (), metrics="gram"))(params, BATCH)[1].metrics
+    assert_same(found, expected(name), ("gram",))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"microbatch_size": 2},
+        {"microbatch_size": 1, "norms": True},
+        {"microbatch_size": "auto"},
+        {"clip_norm": 0.05, "clip_strategy": "gradients"},
+        {"clip_norm": 0.05, "clip_strategy": "factors", "microbatch_size": 2},
+        {"clip_norm": 0.05, "clip_strategy": "two passes", "microbatch_size": 2},
+        {"non_finite": "skip"},
+        {"non_finite": "raise"},
+        {"unit": "token", "token_fallback": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["mlp", "tied", "scanned"])
+def test_options_change_no_number(name, options, expected):
+    loss, params = CASES[name]
+    wanted = METRICS if "microbatch_size" in options else ALL
+    if "clip_norm" in options:  # the mean is then that of clipped gradients
+        wanted = tuple(m for m in wanted if m != "cosine_to_mean")
+    compute = per_example.grad_statistics(loss, metrics=wanted, **options)
+    stats, aux = jax.jit(compute)(params, BATCH, operands={"v": direction(params)})
+    assert_same(aux.metrics, expected(name), wanted)
+    plain = per_example.grad_statistics(loss, **options)(params, BATCH)[0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), stats.averages, plain.averages)
+
+
+def test_groups():
+    loss, params = CASES["scanned"]
+    groups = loop.grouped(loop.single_gradients(loss, params, BATCH), 2)
+    compute = per_example.grad_statistics(loss, metrics=ALL, group_size=2)
+    _, aux = jax.jit(compute)(params, BATCH, operands={"v": direction(params)})
+    assert_same(aux.metrics, by_hand(groups, direction(params)))
+
+
+def test_cosine_to_the_mean_that_is_reported():
+    """Weighted, and clipped."""
+    loss, params = CASES["mlp"]
+    singles = loop.single_gradients(loss, params, BATCH)
+    weights = np.array([1.0, 0.0, 2.0, 1.0])
+    limit = np.median(loop.norms(singles))
+    compute = per_example.grad_statistics(loss, metrics=("cosine_to_mean",), clip_norm=limit)
+    stats, aux = compute(params, BATCH, weights=weights)
+    clipped = loop.clipped(singles, limit)
+    mean = jax.tree.map(lambda *g: sum(w * x for w, x in zip(weights, g, strict=True)) / weights.sum(), *clipped)
+    assert_same(aux.metrics, by_hand(singles, params, mean), ("cosine_to_mean",))
+    loop.assert_matches(stats, clipped, weights=weights, statistics=loop.SOME[:2])
+
+
+def test_selected_parameters_only():
+    loss, params = CASES["mlp"]
+    singles = loop.single_gradients(loss, params, BATCH)
+    some = ("parameter_norms", metrics.inner_product("v"), metrics.sketch(16, seed=3))
+    compute = per_example.grad_statistics(loss, (), metrics=some, parameters="w|v")
+    v = direction(params)
+    found = compute(params, BATCH, operands={"v": v})[1].metrics
+    assert found["parameter_norms"]["b"] is None
+    without = lambda tree: {k: x for k, x in tree.items() if k != "b"}  # noqa: E731
+    found["parameter_norms"] = without(found["parameter_norms"])
+    # An element's place in a sketch does not depend on the other parameters.
+    assert_same(found, by_hand([without(g) for g in singles], without(v)), some)
+
+
+def test_sketches_keep_inner_products_on_average():
+    """Mean over seeds against ⟨g_i, g_j⟩, within four standard errors of the variance that the docstring states."""
+    loss, params = CASES["mlp"]
+    gradients = loop.single_gradients(loss, params, BATCH)
+    exact = by_hand(gradients, params)["gram"]
+    dim, seeds = 32, 200
+
+    @jax.jit
+    @jax.vmap
+    def inner_products(seed):
+        sketch = metrics.CountSketch(dim, seed)  # of each parameter as `sketch` has it, compared with it above
+
+        def one(gradient):
+            named = jax.tree_util.tree_leaves_with_path(gradient)
+            keys = [jax.tree_util.keystr(path, simple=True) for path, _ in named]
+            codes = [sketch.codes(k, metrics.positions_of(g.shape)) for k, (_, g) in zip(keys, named, strict=True)]
+            return sum(sketch(jnp.float32(g), c) for (_, g), c in zip(named, codes, strict=True))
+
+        s = jnp.stack([one(g) for g in gradients])
+        return s @ s.T
+
+    products = np.asarray(inner_products(jnp.arange(seeds)))
+    squares = np.diag(exact)
+    bound = (squares[:, None] * squares[None] + exact**2) / dim
+    assert np.all(np.abs(products.mean(axis=0) - exact) < 4 * np.sqrt(bound / seeds))
+    assert np.all(products.var(axis=0) < 2 * bound)
+    assert np.min(products.var(axis=0)) > 0  # other seeds, other projections
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", ["mlp", "tied", "scanned"])
+def test_devices_that_share_the_batch(name, check_vma):
+    loss, params = CASES[name]
+    v = direction(params)
+    batch = jax.tree.map(lambda x: np.concatenate([x, x[::-1] if x.dtype == np.int32 else 2 * x]), BATCH)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def on_device(p, b, v):
+        compute = per_example.grad_statistics(loss, metrics=METRICS, data_axes="data", microbatch_size=1)
+        return compute(p, b, operands={"v": v})[1].metrics
+
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P("data"), check_vma=check_vma)
+    expected = by_hand(loop.single_gradients(loss, params, batch), v)
+    assert_same(jax.jit(run)(params, batch, v), expected, METRICS)
+
+
+def test_parameters_that_are_gathered_over_the_batch_s_axis():
+    """FSDP: each device has a part of the parameter and of the operand, and whole gradients of its own examples."""
+    params, mesh = {"w": normal(8, 4)}, jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    v, batch = direction(params), {"x": normal(8, 6, 8)}
+    wanted = tuple(m for m in METRICS if getattr(m, "name", m) != "sketch")
+
+    def loss(p, b):
+        return jnp.mean((b["x"] @ p["w"]) ** 2)
+
+    def gathered(p, b):
+        return loss({"w": jax.lax.all_gather(p["w"], "data", axis=0, tiled=True)}, b)
+
+    def on_device(p, b, v):
+        compute = per_example.grad_statistics(gathered, metrics=(*wanted, metrics.sketch(512)), data_axes="data")
+        return compute(p, b, operands={"v": v})[1].metrics
+
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=(P("data"), P("data"), P("data")), out_specs=P("data"))
+    found = jax.jit(run)(params, batch, v)
+    expected = by_hand(loop.single_gradients(loss, params, batch), v)
+    assert_same(found, expected, wanted)
+    # The sketch has other places for the elements than on one device, but each its own: with many buckets for 32 elements
+    # most inner products are nearly kept, which they would not be if four parts shared their signs.
+    s = np.asarray(found["sketch"])
+    near = np.abs(s @ s.T - expected["gram"]) / np.sqrt(np.outer(expected["squared_norm"], expected["squared_norm"]))
+    assert np.max(near) < 0.2
+
+
+def test_tensor_parallel_regions_in_the_loss():
+    params = {"w": normal(8, 4)}
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    product = jax.shard_map(
+        lambda x, w: jnp.tanh(x @ w), mesh=mesh, in_specs=(P(), P(None, "model")), out_specs=P(None, None, "model")
+    )
+
+    def loss(p, b):
+        return jnp.mean(product(b["x"], p["w"]) ** 2)
+
+    found = jax.jit(per_example.grad_statistics(loss, metrics=ALL))(
+        params, {"x": BATCH["x"]}, operands={"v": direction(params)}
+    )[1].metrics
+    plain = lambda p, b: jnp.mean(jnp.tanh(b["x"] @ p["w"]) ** 2)  # noqa: E731
+    assert_same(found, by_hand(loop.single_gradients(plain, params, {"x": BATCH["x"]}), direction(params)))
+
+
+def test_on_a_mesh_with_explicit_axes():
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    specs = {"w": (None, None), "b": (None,), "v": (None, "model")}
+    place = lambda tree: {k: put(x, *specs[k]) for k, x in tree.items()}  # noqa: E731
+    batch, v = {k: put(x, "data") for k, x in BATCH.items()}, direction(MLP)
+    run = jax.jit(per_example.grad_statistics(mlp, metrics=METRICS))
+    found = run(place(MLP), batch, operands={"v": place(v)})[1].metrics
+    assert_same(found, by_hand(loop.single_gradients(mlp, MLP, BATCH), v), METRICS)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "metric",
+    ["norm", metrics.cosine("v"), metrics.sketch(64), Metric("x", lambda g, v: jnp.sum(g**3 * v), operands=("v",))],
+    ids=lambda m: getattr(m, "name", m),
+)
+def test_memory_does_not_grow_as_examples_times_parameter(metric):
+    """Compiled, of a product of 256 kB: 24 examples more take less than one gradient more, and 24 with vmap."""
+    width = 256
+    params, size = {"w": jax.ShapeDtypeStruct((width, width), jnp.float32)}, 4 * width**2
+
+    def temporary(method, n):
+        compute = per_example.grad_statistics(
+            lambda p, b: jnp.sum(jnp.tanh(b["x"] @ p["w"])), (), method=method, metrics=metric
+        )
+        needs = "v" in getattr(metric, "operands", ())
+        run = jax.jit(lambda p, b: compute(p, b, operands={"v": p} if needs else {})[1].metrics)
+        batch = {"x": jax.ShapeDtypeStruct((n, 4, width), jnp.float32)}
+        return run.lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary("surgery", 32) < 6 * size
+    assert temporary("surgery", 32) - temporary("surgery", 8) < size
+    assert temporary("vmap", 32) > 32 * size  # the test can fail
+
+
+def test_memory_of_a_gram_matrix(monkeypatch):
+    monkeypatch.setattr(measures, "GRAM_BYTES", 2**20)
+    params, batch = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((16, 4, 512), jnp.float32)
+    run = jax.jit(per_example.grad_statistics(lambda w, x: jnp.sum(jnp.tanh(x @ w)), (), metrics="gram"))
+    assert run.lower(params, batch).compile().memory_analysis().temp_size_in_bytes < 5 * 2**20
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metrics": "nrom"}, "unknown metric 'nrom'. Did you mean 'norm'"),
+        ({"metrics": ("norm", "norm")}, "metric 'norm' is given twice"),
+        ({"metrics": metrics.inner_product("v")}, r"metric 'inner_product\(v\)' needs the operand 'v': give operands="),
+        ({"metrics": "gram", "microbatch_size": 2}, "'gram' needs all examples at a time.*sketch"),
+        ({"metrics": "gram", "microbatch_size": "auto"}, "'gram' needs all examples at a time"),
+        ({"metrics": "gram", "method": "map"}, "method='map' has one gradient at a time"),
+        ({"statistics": ()}, "statistics is empty: give at least one"),
+    ],
+)
+def test_requests_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        per_example.grad_statistics(mlp, **options)(MLP, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("x", lambda g: jnp.sqrt(jnp.sum(g**2))), "must be the sum of reduce of its parts.*combine"),
+        (("x", lambda g: jnp.sum(g, axis=0)), "must be the sum of reduce of its parts"),
+        (("x", lambda g: jnp.sum(g > 0)), "floating dtype, not int32"),
+        (("x", jnp.sum, None, "v"), r"give a tuple, \('v',\)"),
+        (("", jnp.sum), "give a non-empty string"),
+        (("x", jnp.sum, None, (), "mean"), "over = 'mean': must be one of sum, max"),
+    ],
+)
+def test_metrics_that_cannot_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Metric(*arguments)
+    with pytest.raises(ValueError, match="dim = 0"):
+        metrics.sketch(0)
+
+
+def test_a_gram_matrix_of_several_devices_is_refused():
+    mesh = jax.make_mesh((4,), ("data",))
+    batch = {k: jax.device_put(x, NamedSharding(mesh, P("data"))) for k, x in BATCH.items()}
+    with pytest.raises(ValueError, match="'gram' is of the examples of one device.*sketch"):
+        per_example.grad_statistics(mlp, metrics="gram")(MLP, batch)
+
+
+def test_coverage_is_that_of_the_statistics():
+    rows = per_example.coverage(mlp, MLP, BATCH, metrics=ALL)
+    assert [r.reduction for r in rows] == [r.reduction for r in per_example.coverage(mlp, MLP, BATCH)]

@@ -18,7 +18,7 @@ from perex_t5x.per_example.engine import jaxprs, shard_map
 from perex_t5x.per_example.engine.references import METHODS
 from perex_t5x.per_example.engine.request import Inputs, Options, Request, one_if_zero, trace
 from perex_t5x.per_example.kernels import dispatch
-from perex_t5x.per_example.metrics import Metric
+from perex_t5x.per_example.metrics import Metric, Products
 from perex_t5x.per_example.reductions import held
 from perex_t5x.per_example.reductions.reducer import MATERIALISED, MIXED_UNITS, SHARED, ReductionResult
 from perex_t5x.per_example.results import GradStatistics, PerExample
@@ -264,7 +264,8 @@ def _reduce_chunk(
             finite = jnp.isfinite(norms) & jnp.all(jnp.isfinite(losses), axis=1)
             unit_weights = jnp.where(finite, 1.0 if unit_weights is None else unit_weights, 0.0)
         scales = _scales(request, first, norms)
-    wants_norms = first is None and (options.norms or options.non_finite == "raise")
+    has_squares = any(isinstance(m.reduce, Products) and m.reduce.square for m in options.metrics)
+    wants_norms = first is None and (options.norms or options.non_finite == "raise" or has_squares)
     context = dataclasses.replace(
         request.context,
         num_examples=units,

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 
 from perex_t5x.per_example.engine import jaxprs
 from perex_t5x.per_example.metrics import Metric, Products
-from perex_t5x.per_example.reductions import select_reduction
 from perex_t5x.per_example.reductions.dense import Product
 from perex_t5x.per_example.reductions.reducer import (
     ReductionResult,
@@ -45,14 +44,11 @@ def with_metrics(site: ReductionSite, result: ReductionResult) -> ReductionResul
         return of_shared(context, site.spec, site.gradient(*site.leaves), result)
     found: dict[str, jax.Array] = {}
     rest: list[Metric] = []
-    squares = result.squares_N
     for m in context.metrics:
         if m.pairwise:
             found[m.name] = _gram(site)
         elif isinstance(m.reduce, Products):
-            if m.reduce.square and squares is None:
-                squares = _squares(site)
-            value = _products(site, m, squares)
+            value = _products(site, m, result.squares_N)
             if value is None:
                 rest.append(m)
             else:
@@ -102,15 +98,6 @@ def _inner(a_Nx: jax.Array, b_Mx: jax.Array) -> jax.Array:
     return jnp.einsum("nx,mx->nm", a_Nx, b_Mx, precision="highest")
 
 
-def _squares(site: ReductionSite) -> jax.Array:
-    mine = dataclasses.replace(
-        site.context, statistics=(), metrics=(), norms=True, hold="", unit="example", weights_N=None, scales_N=None
-    )
-    squares = select_reduction(dataclasses.replace(site, context=mine)).squares_N
-    assert squares is not None
-    return squares
-
-
 # --- inner products ---------------------------------------------------------------------------------------------------
 
 
@@ -120,7 +107,7 @@ def _products(site: ReductionSite, metric: Metric, squares: jax.Array | None) ->
     assert isinstance(wanted, Products)
     parts = []
     if wanted.square:
-        assert squares is not None
+        assert squares is not None, "`ReductionContext.norms` is set where a metric needs them"
         parts.append(squares)
     if wanted.inner or wanted.operand_square:
         v = site.spec.operands[metric.operands[0]]
@@ -159,7 +146,7 @@ def _of_product(site: ReductionSite, term: Term, v: jax.Array) -> jax.Array | No
     product = Product.of(term.eqn, site, spec)
     if product is None or not product.has_wide_range:
         return None
-    before = jax.ShapeDtypeStruct(product.shape, v.dtype)
+    before = jaxprs.struct(jax.typeof(v), product.shape)
     (v,) = jax.linear_transpose(term.moved, before)(v)  # moved back, which for a permutation is its transpose
     s_NxTxI, r_NxTxJ = (x.astype(product.dtype) for x in product.matrices())
     v_IxJ = v.reshape(s_NxTxI.shape[2], r_NxTxJ.shape[2]).astype(product.dtype)

@@ -229,7 +229,7 @@ class ReductionSpec:
         which for a permutation is its transpose."""
 
         def back(x: jax.Array) -> jax.Array:
-            before = jax.ShapeDtypeStruct(jaxprs.shape_of(eqn.invars[0]), x.dtype)
+            before = jaxprs.struct(jax.typeof(x), jaxprs.shape_of(eqn.invars[0]))
             return jax.linear_transpose(lambda y: jaxprs.bind(eqn, [y])[0], before)(x)[0]
 
         return dataclasses.replace(
