@@ -6,7 +6,7 @@ compute = per_example.grad_statistics(loss_fn, ("mean", "mean_square"))
 stats, aux = compute(params, batch)
 """
 
-from perex_t5x.per_example import metrics
+from perex_t5x.per_example import curvature, metrics
 from perex_t5x.per_example.coverage import Coverage, coverage
 from perex_t5x.per_example.grad_statistics import grad_statistics
 from perex_t5x.per_example.independent import check_independent
@@ -22,6 +22,7 @@ __all__ = [
     "Statistic",
     "check_independent",
     "coverage",
+    "curvature",
     "grad_statistics",
     "metrics",
 ]
