@@ -179,32 +179,42 @@ class Metric:
 # --- ready made -------------------------------------------------------------------------------------------------------
 
 
-def _together(values: Any, per_parameter: bool, finish: Callable[[jax.Array], jax.Array]) -> Any:
-    return jax.tree.map(finish, values) if per_parameter else finish(sum(jax.tree.leaves(values)))
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """`Metric.combine`: `finish` of the sum over parameters, or of each."""
+
+    finish: Callable[[jax.Array], jax.Array]
+    per_parameter: bool
+
+    def __call__(self, values: Any) -> Any:
+        if self.per_parameter:
+            return jax.tree.map(self.finish, values)
+        return self.finish(functools.reduce(jnp.add, jax.tree.leaves(values)))
 
 
-def _norm(values: Any, per_parameter: bool) -> Any:
-    return _together(values, per_parameter, lambda x: jnp.sqrt(x[0]))
+def _norm(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(x[0])
 
 
-def _only(values: Any, per_parameter: bool) -> Any:
-    return _together(values, per_parameter, lambda x: x[0])
+def _only(x: jax.Array) -> jax.Array:
+    return x[0]
 
 
-def _cosine(values: Any, per_parameter: bool) -> Any:
-    def finish(x: jax.Array) -> jax.Array:
-        square, inner, operand_square = x
-        # Roots first: the product of two squares overflows sooner.
-        lengths = jnp.sqrt(square) * jnp.sqrt(operand_square)
-        return jnp.where(lengths == 0, 0.0, inner / jnp.where(lengths == 0, 1.0, lengths))
-
-    return _together(values, per_parameter, finish)
+def _cosine(x: jax.Array) -> jax.Array:
+    square, inner, operand_square = x
+    # Roots first: the product of two squares overflows sooner.
+    lengths = jnp.sqrt(square) * jnp.sqrt(operand_square)
+    return jnp.where(lengths == 0, 0.0, inner / jnp.where(lengths == 0, 1.0, lengths))
 
 
 def _make(
-    name: str, reduce: Any, finish: Callable[[Any, bool], Any], per_parameter: bool, operands: tuple[str, ...] = ()
+    name: str,
+    reduce: Any,
+    finish: Callable[[jax.Array], jax.Array],
+    per_parameter: bool,
+    operands: tuple[str, ...] = (),
 ) -> Metric:
-    return Metric(name, reduce, functools.partial(finish, per_parameter=per_parameter), operands)
+    return Metric(name, reduce, Finished(finish, per_parameter), operands)
 
 
 def squared_norm(name: str = "squared_norm", *, per_parameter: bool = False) -> Metric:

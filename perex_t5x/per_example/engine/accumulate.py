@@ -197,11 +197,12 @@ def _scales(request: Request, first: Sequence[ReductionResult], norms_N: jax.Arr
 
     if not callable(limit) and request.clip_norms is None:
         return at_most(limit, norms_N), None
-    by_parameter: list[Any] = [jnp.sqrt(r.squares_N) for r in first]
+    squares: list[Any] = [r.squares_N for r in first]
+    by_parameter = [jnp.sqrt(s) for s in squares]
     if request.clip_norms is not None:
         scales = [at_most(c, n) for c, n in zip(request.clip_norms, by_parameter, strict=True)]
         return None, dict(zip(names, scales, strict=True))
-    factors = jax.vmap(limit)(request.selected.trees({"norms": by_parameter})["norms"])
+    factors: Any = jax.vmap(limit)(request.selected.trees({"norms": by_parameter})["norms"])
     if hasattr(factors, "shape") and factors.shape == norms_N.shape:
         return factors, None
     scales = request.selected.of_each(factors, "clip_norm is a function, and what it returns")
@@ -253,7 +254,10 @@ def _reduce_chunk(
     options, method = request.options, METHODS[request.options.method]
     units = inputs.num_units
     unit_weights = None if inputs.weights_Mxb is None else jnp.mean(inputs.weights_Mxb, axis=1)
-    norms, scales, first, losses, aux = None, (None, None), None, None, None
+    norms, first = None, None
+    losses: Any = None
+    aux: Any = None
+    scales: tuple[Any, Any] = (None, None)
     if holding.strategy:
         # φ(c g) needs every example's c, and c its whole gradient's norm, before the first sum.
         (losses, aux), first = _first_pass(request, inputs, holding.strategy, options.metrics)
