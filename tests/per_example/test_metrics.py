@@ -1,5 +1,8 @@
 """Metrics, numbers of each example's whole gradient: against a loop, wherever the gradient comes from."""
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,12 +75,12 @@ def by_hand(gradients, v, mean=None):
     }
 
 
-def assert_same(found, expected, wanted=ALL):
+def assert_same(found, expected, wanted=ALL, atol=3e-5):
     for m in metrics.canonical(wanted):
 
         def close(a, b, name=m.name):
             scale = max(float(np.max(np.abs(b))), 1e-12)
-            np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=3e-5, rtol=0, err_msg=name)
+            np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=atol, rtol=0, err_msg=name)
 
         jax.tree.map(close, found[m.name], expected[m.name])
 
@@ -103,6 +106,51 @@ def test_every_reduction_against_a_loop(name, method, expected):
     compute = per_example.grad_statistics(loss, ("mean",), method=method, metrics=wanted)
     run = compute if method == "loop" else jax.jit(compute)
     assert_same(run(params, BATCH, operands={"v": direction(params)})[1].metrics, expected(name), wanted)
+
+
+def recurrent(p, b):
+    def step(h, x):
+        return jnp.tanh(x @ p["w"] + h @ p["u"]), None
+
+    h = jax.lax.scan(step, jnp.zeros((1, 5)), jnp.moveaxis(b["x"], 1, 0))[0]
+    return jnp.sum(h**2)
+
+
+def convolution(p, b):
+    y = jax.lax.conv_general_dilated(b["x"], p["k"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+    return jnp.sum(jnp.tanh(y) ** 2) + 0.0 * jnp.sum(p["unused"]) + 0.1 * jnp.sum(p["shared"] ** 3)
+
+
+def used_twice(p, b):
+    """One matrix in two products, and stacked layers of which one half is used elsewhere."""
+    h = jnp.tanh(b["x"] @ p["w"]) @ p["w"].T
+
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    h = jax.lax.scan(layer, h, p["l"][:2])[0]
+    return jnp.mean((h @ p["l"][2] - b["y"]) ** 2)
+
+
+def half_precision(p, b):
+    h = jnp.tanh(b["x"].astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16))
+    return jnp.mean(h.astype(jnp.float32) ** 2)
+
+
+MORE = {
+    "recurrent": (recurrent, {"w": normal(8, 5), "u": 0.3 * normal(5, 5)}, 3e-5),
+    "convolution": (convolution, {"k": normal(3, 8, 4), "unused": normal(4), "shared": normal(3, 2)}, 3e-5),
+    "used twice": (used_twice, {"w": 0.3 * normal(8, 5), "l": 0.3 * normal(3, 8, 8)}, 3e-5),
+    "half precision": (half_precision, {"w": normal(8, 5)}, 1e-2),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_other_losses_against_a_loop(name):
+    loss, params, tolerance = MORE[name]
+    v = direction(params)
+    found = jax.jit(per_example.grad_statistics(loss, metrics=ALL))(params, BATCH, operands={"v": v})[1].metrics
+    assert_same(found, by_hand(loop.single_gradients(loss, params, BATCH), v), atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -366,3 +414,21 @@ def test_a_gram_matrix_of_several_devices_is_refused():
 def test_coverage_is_that_of_the_statistics():
     rows = per_example.coverage(mlp, MLP, BATCH, metrics=ALL)
     assert [r.reduction for r in rows] == [r.reduction for r in per_example.coverage(mlp, MLP, BATCH)]
+
+
+def test_the_examples_of_the_docs_run():
+    """Those about metrics, clipping and weights as functions, and curvature, after the page's first."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "per_example.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    known: dict = {}
+    exec(blocks[0], known)
+    mine = [b for b in blocks if re.search(r"metrics=|Metric\(|clip_norm=each|weights=lambda|curvature", b)]
+    for block in mine:
+        exec(block, known)
+    assert len(mine) == 5
+    assert known["aux"].metrics["sketch"].shape == (16, 256)
+    own = (known["cubed"], known["largest"], known["distance"])
+    run = per_example.grad_statistics(known["loss_fn"], (), metrics=own)
+    assert run(known["params"], known["batch"], operands={"momentum": known["params"]})[1].metrics["largest"].shape == (
+        16,
+    )
