@@ -5,6 +5,7 @@
 | metric | of example i |
 |---|---|
 | `squared_norm()`, `norm()` | |g_i|², |g_i|; by parameter with `per_parameter=True` |
+| `layer_norms(L)` | |g_i| of each of L layers, whose parameters are stacked on their leading axis |
 | `inner_product(v)` | ⟨g_i, v⟩ for a tree v like the parameters, given with the call: influence, TracIn |
 | `cosine(v)` | ⟨g_i, v⟩ / (|g_i| |v|) |
 | `cosine_to_mean()` | the same with v the batch's own mean gradient, for which a pass comes first |
@@ -19,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -29,6 +31,7 @@ import numpy as np
 
 BATCH_MEAN = "batch mean"  # an operand that the call computes itself, in a pass before
 POSITIONS = "positions in the parameter"  # an operand that the call makes: each element's row-major index
+_NO_LAYER = 2.0**24  # float32 has all whole numbers up to here
 OVER = {"sum": (jnp.add, jnp.sum, jax.lax.psum), "max": (jnp.maximum, jnp.max, jax.lax.pmax)}
 
 
@@ -225,6 +228,43 @@ def squared_norm(name: str = "squared_norm", *, per_parameter: bool = False) -> 
 def norm(name: str = "norm", *, per_parameter: bool = False) -> Metric:
     """|g_i|; per_parameter: a tree like the parameters, of each one's |g_i|."""
     return _make(name, Products(square=True), _norm, per_parameter)
+
+
+def layer_norms(num_layers: int, name: str = "layer_norms", *, per_parameter: bool = False) -> Metric:
+    """[N, L]: the norm of the gradient of each layer, where parameters are stacked over L layers on their leading axis.
+
+    Which layer an element belongs to is an operand, "layer": give `operands={"layer": metrics.layer_of(params, pattern)}`.
+
+    >>> from perex_t5x import per_example
+    >>> compute = per_example.grad_statistics(
+    ...     lambda w, x: jnp.sum(x @ w[0]) + 2 * jnp.sum(x @ w[1]), (), metrics=(layer_norms(2),)
+    ... )
+    >>> w = jnp.ones((2, 2))
+    >>> _, aux = compute(w, jnp.array([[1.0, 0.0], [3.0, 4.0]]), operands={"layer": layer_of(w)})
+    >>> aux.metrics["layer_norms"].tolist()
+    [[1.0, 2.0], [5.0, 10.0]]
+    """
+    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
+        raise ValueError(f"layer_norms: num_layers = {num_layers!r}: must be a positive whole number.")
+
+    def squares(g: jax.Array, layer: jax.Array) -> jax.Array:
+        at = layer.reshape(-1).astype(jnp.int32)
+        return jnp.zeros(num_layers, g.dtype).at[at].add(jnp.square(g).reshape(-1), mode="drop")
+
+    return _make(name, squares, jnp.sqrt, per_parameter, ("layer",))
+
+
+def layer_of(params: Any, pattern: str = "") -> Any:
+    """A tree like the parameters: each element's index on its parameter's leading axis; of parameters in whose name the
+    regular expression `pattern` is not found, a number that is no layer's."""
+
+    def one(path: Any, x: Any) -> jax.Array:
+        shape = jnp.shape(x)
+        if not shape or not re.search(pattern, jax.tree_util.keystr(path, simple=True, separator="/")):
+            return jnp.full(shape, _NO_LAYER, jnp.float32)
+        return jax.lax.broadcasted_iota(jnp.float32, shape, 0)
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def inner_product(operand: str, name: str = "", *, per_parameter: bool = False) -> Metric:

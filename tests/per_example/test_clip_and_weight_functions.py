@@ -160,6 +160,32 @@ def test_on_devices(explicit):
     loop.assert_matches(stats, scaled(singles, factors), weights=expected)
 
 
+@pytest.mark.parametrize("clip_strategy", ["gradients", "factors", "two passes"])
+def test_parameters_that_are_gathered_over_the_batch_s_axis(clip_strategy):
+    """FSDP: each device clips its own examples' whole gradients, and gets its part of the sums."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    params = {"w": MLP["w"], "v": MLP["v"]}
+    loss = lambda p, b: jnp.mean((jnp.tanh(b["x"] @ p["w"]) @ p["v"] - b["y"]) ** 2)  # noqa: E731
+
+    def gathered(p, b):
+        return loss({**p, "w": jax.lax.all_gather(p["w"], "data", axis=0, tiled=True)}, b)
+
+    singles = loop.single_gradients(loss, params, BATCH)
+    limits = limits_for(singles)
+
+    def on_device(params, batch):
+        compute = per_example.grad_statistics(
+            gathered, loop.SOME, clip_norm=limits, data_axes="data", clip_strategy=clip_strategy
+        )
+        return compute(params, batch)[0].averages
+
+    specs = {"w": P("data"), "v": P()}
+    out_specs = {s.name: specs for s in loop.SOME}
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=(specs, P("data")), out_specs=out_specs)
+    factors = [jax.tree.map(lambda n, c: min(1.0, c / n), norms_of(g), limits) for g in singles]
+    loop.assert_matches(jax.jit(run)(params, BATCH), scaled(singles, factors))
+
+
 def test_regions_of_a_mesh_in_the_loss():
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     product = jax.shard_map(

@@ -214,6 +214,25 @@ def test_cosine_to_the_mean_that_is_reported():
     loop.assert_matches(stats, clipped, weights=weights, statistics=loop.SOME[:2])
 
 
+@pytest.mark.parametrize("method", ["surgery", "map"])
+def test_norms_by_layer(method):
+    """Of stacked parameters, whether a scan makes their gradient or slices do; others belong to no layer."""
+    loss, _ = CASES["scanned"]
+    params = {"layers": CASES["scanned"][1], "out": normal(8, 8)}
+
+    def whole(p, b):
+        return loss(p["layers"], {**b, "x": b["x"] @ p["out"]}) + jnp.sum(jnp.tanh(b["x"] @ p["layers"]["a"][1].T))
+
+    wanted = (metrics.layer_norms(3), metrics.layer_norms(3, "each", per_parameter=True))
+    run = jax.jit(per_example.grad_statistics(whole, (), metrics=wanted, method=method, microbatch_size=2))
+    found = run(params, BATCH, operands={"layer": metrics.layer_of(params, "^layers/")})[1].metrics
+    for i, g in enumerate(loop.single_gradients(whole, params, BATCH)):
+        a, c = (np.sqrt(np.sum(g["layers"][k] ** 2, axis=(1, 2))) for k in ("a", "c"))
+        np.testing.assert_allclose(found["each"]["layers"]["a"][i], a, rtol=1e-4)
+        np.testing.assert_allclose(found["layer_norms"][i], np.sqrt(a**2 + c**2), rtol=1e-4)
+        np.testing.assert_array_equal(found["each"]["out"][i], np.zeros(3))
+
+
 def test_selected_parameters_only():
     loss, params = CASES["mlp"]
     singles = loop.single_gradients(loss, params, BATCH)
