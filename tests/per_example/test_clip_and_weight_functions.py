@@ -36,8 +36,15 @@ def limits_for(gradients):
     return jax.tree.map(lambda *n: float(np.median(n)) or 1.0, *map(norms_of, gradients))
 
 
-@pytest.mark.parametrize("options", PASSES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, options, marks=() if name == "scanned" or options is PASSES[1] else pytest.mark.slow)
+        for name in NAMES
+        for options in PASSES
+    ],
+    ids=str,
+)
 def test_each_parameter_is_clipped_by_its_own_norm(name, options):
     loss, params = CASES[name]
     singles = loop.single_gradients(loss, params, BATCH)
@@ -92,7 +99,7 @@ def test_a_traced_norm(options):
 
 
 @pytest.mark.parametrize("options", [{"microbatch_size": 2}, *PASSES[:4]], ids=str)
-@pytest.mark.parametrize("name", ["mlp", "scanned"])
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.slow), "scanned"])
 def test_weights_by_loss_and_norm(name, options):
     loss, params = CASES[name]
     singles = loop.single_gradients(loss, params, BATCH)

@@ -98,8 +98,19 @@ def expected():
     return of
 
 
-@pytest.mark.parametrize("method", ["surgery", "vmap", "map", "loop"])
-@pytest.mark.parametrize("name", CASES)
+def quick_if(quick, *values):
+    """The others are slow: each compiles a program."""
+    return pytest.param(*values, marks=() if quick else pytest.mark.slow, id="-".join(map(str, values)))
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        quick_if(method == "surgery" or name in ("mlp", "scanned"), name, method)
+        for name in CASES
+        for method in ("surgery", "vmap", "map", "loop")
+    ],
+)
 def test_every_reduction_against_a_loop(name, method, expected):
     loss, params = CASES[name]
     wanted = METRICS if method == "map" else ALL
@@ -164,22 +175,27 @@ def test_gram_matrices_of_gradients_that_do_not_fit(name, expected, monkeypatch)
     assert_same(found, expected(name), ("gram",))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"microbatch_size": 2},
-        {"microbatch_size": 1, "norms": True},
-        {"microbatch_size": "auto"},
-        {"clip_norm": 0.05, "clip_strategy": "gradients"},
-        {"clip_norm": 0.05, "clip_strategy": "factors", "microbatch_size": 2},
-        {"clip_norm": 0.05, "clip_strategy": "two passes", "microbatch_size": 2},
-        {"non_finite": "skip"},
-        {"non_finite": "raise"},
-        {"unit": "token", "token_fallback": True},
-    ],
-    ids=str,
+OPTIONS = (
+    {"microbatch_size": 2},
+    {"microbatch_size": 1, "norms": True},
+    {"microbatch_size": "auto"},
+    {"clip_norm": 0.05, "clip_strategy": "gradients"},
+    {"clip_norm": 0.05, "clip_strategy": "factors", "microbatch_size": 2},
+    {"clip_norm": 0.05, "clip_strategy": "two passes", "microbatch_size": 2},
+    {"non_finite": "skip"},
+    {"non_finite": "raise"},
+    {"unit": "token", "token_fallback": True},
 )
-@pytest.mark.parametrize("name", ["mlp", "tied", "scanned"])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        quick_if(name == "scanned" or options in (OPTIONS[0], OPTIONS[4]), name, options)
+        for name in ("mlp", "tied", "scanned")
+        for options in OPTIONS
+    ],
+)
 def test_options_change_no_number(name, options, expected):
     loss, params = CASES[name]
     wanted = METRICS if "microbatch_size" in options else ALL
