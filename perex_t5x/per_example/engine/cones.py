@@ -98,10 +98,10 @@ def find(
     Args:
       side: see `parameter_side`.
       ends: the gradients, before equations (ids in `moves`) that are applied after their reduction.
-      entered: ids of equations in whose bodies other gradients are reduced.
+      entered: ids of equations in whose bodies gradients are reduced, unless what they get is of a parameter's size already.
       for_all: what would be computed for all examples otherwise.
     """
-    grown = _grown(jaxpr.eqns, entered, side, depends)
+    grown = _grown(jaxpr.eqns, entered, side, depends, largest_activation(jaxpr, side, for_all, depends))
     if not grown & for_all:
         return []
     # Connected by equations: what is used by two ways must be on both, or it would have to exist for all examples after all.
@@ -134,8 +134,14 @@ def find(
     return [_closed(mine, inside, jaxpr.eqns, broadcasts) for mine in roots.values()]
 
 
+def largest_activation(jaxpr: core.Jaxpr, side: set[core.Var], for_all: set[core.Var], depends: set[core.Var]) -> int:
+    """The size of the largest array of one example that is computed in any case."""
+    arrays = [v for v in (*jaxpr.invars, *for_all) if v in depends and v not in side]
+    return max((jaxprs.size_of(v) for v in arrays), default=0)
+
+
 def _grown(
-    eqns: Sequence[core.JaxprEqn], entered: set[int], side: set[core.Var], depends: set[core.Var]
+    eqns: Sequence[core.JaxprEqn], entered: set[int], side: set[core.Var], depends: set[core.Var], activation: int
 ) -> set[core.Var]:
     """What is larger than the largest array it is made of, such as an outer product, and what is made of that."""
     grown: set[core.Var] = set()
@@ -143,14 +149,13 @@ def _grown(
     for eqn in eqns:
         inputs = _batched_inputs(eqn, depends)
         # An equation that makes other values besides cannot be run for one example at a time alone.
-        if not inputs or id(eqn) in entered or eqn.effects:
-            continue
-        if not all(v in side for v in eqn.outvars if not isinstance(v, core.DropVar)):
+        if not inputs or eqn.effects or not all(v in side for v in eqn.outvars if not isinstance(v, core.DropVar)):
             continue
         size = max(jaxprs.size_of(v) for v in eqn.outvars)
         # With shared arrays alone an activation's cotangent may grow, too: r @ w.T, of a wide layer.
         from_activations = len(inputs) > 1 and size > max(_size_before_broadcast(v, sources) for v in inputs)
-        if any(v in grown for v in inputs) or from_activations:
+        begins = id(eqn) not in entered and (from_activations or size > activation)
+        if begins or any(v in grown for v in inputs):
             grown.update(eqn.outvars)
     return grown
 

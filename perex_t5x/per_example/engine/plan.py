@@ -203,7 +203,7 @@ def make_plan(
     _, _, for_all = run_for_all()
     ends = [end for node in nodes.values() for end in ends_of(node)]
     entered = {id(end.eqn) for end in ends if isinstance(end, InControlFlow)}
-    roots = [v for end in ends if not isinstance(end, InControlFlow) and isinstance(v := _root(end), core.Var)]
+    roots = [v for end in ends if isinstance(v := _root(end), core.Var)]
     if found := cones.find(jaxpr, side, roots, moves, entered, for_all, depends):
         joint: dict[core.Var, list[Joint]] = {}
         for cone in found:
@@ -211,7 +211,8 @@ def make_plan(
                 joint.setdefault(root, []).append(Joint(cone, k))
         nodes = {i: _with_ends(node, lambda end: _taken(joint, end)) for i, node in nodes.items()}
     deferred, needed, for_all = run_for_all()
-    held = _held(jaxpr, wanted, side & for_all, depends)
+    activation = cones.largest_activation(jaxpr, side, for_all, depends)
+    held = _held(jaxpr, wanted, side & for_all, depends, activation)
     nodes = {i: _with_ends(node, lambda end: _with_held(end, held, sources)) for i, node in nodes.items()}
     return Plan(nodes, deferred, needed)
 
@@ -237,10 +238,12 @@ def _with_ends(node: Node, replaced: Callable[[Any], Node]) -> Node:
     return replaced(node)
 
 
-def _root(end: Materialized | Producer | Joint) -> Any:
+def _root(end: Materialized | InControlFlow | Producer | Joint) -> Any:
     match end:
         case Materialized(var=v):
             return v
+        case InControlFlow(eqn=eqn, index=i):
+            return eqn.outvars[i]
         case Producer(root=v):
             return v
         case Joint(cone=cone, index=k):
@@ -259,13 +262,14 @@ def _equations(end: Materialized | InControlFlow | Producer | Joint) -> tuple[co
 
 def _taken(joint: dict[core.Var, list[Joint]], end: Any) -> Any:
     """The next of the joint gradients with this end's root, if there is one: several results may have the same root."""
-    if isinstance(end, InControlFlow) or not joint.get(_root(end)):
-        return end
-    return joint[_root(end)].pop(0)
+    root = _root(end)
+    return joint[root].pop(0) if isinstance(root, core.Var) and joint.get(root) else end
 
 
-def _held(jaxpr: core.Jaxpr, wanted: Sequence[int], for_all: set[core.Var], depends: set[core.Var]) -> set[core.Var]:
-    """Of what is computed for all examples: what is larger than all that it is made of, and what is made of that.
+def _held(
+    jaxpr: core.Jaxpr, wanted: Sequence[int], for_all: set[core.Var], depends: set[core.Var], activation: int
+) -> set[core.Var]:
+    """Of what is computed for all examples: what is larger than activations, and what is made of that.
 
     What the other results need is not held on account of a gradient, nor is what is computed beside it: activations.
     """
@@ -357,9 +361,9 @@ def produce(
 
 
 def _grows(v: core.Var, eqn: core.JaxprEqn, depends: set[core.Var]) -> bool:
-    """Whether a result is larger than all of its equation's inputs that differ by example; of a loop, in one step."""
+    """Whether a result is larger than all that differs by example of what its equation combines; of a loop, in one step."""
     flags = jaxprs.are_in(eqn.invars, depends)
-    if not any(flags):
+    if sum(flags) < 2:  # with shared arrays alone an activation's cotangent may grow, too: r @ w.T, of a wide layer
         return False
     result, inputs = v, list(zip(eqn.invars, flags, strict=True))
     if eqn.primitive.name == "scan":
