@@ -18,7 +18,8 @@ checkpoint, is not among them.
 The second times mean and mean square of a small model's per-example gradients, computed by a loop, `vmap`,
 `optax.microbatching.micro_grad` and the engine (`surgery`; with clip_norm `clipped`, in one backward pass, and `two
 passes`), beside the plain gradient. Every program runs all at once and at its own best microbatch size, the plain gradient
-too; times are ratios to it, with quartiles. Temporary memory is the compiler's. A readable summary goes to stderr.
+too; times are ratios to it, with quartiles. Temporary memory is the compiler's. `trace` is the processor time of
+`jax.jit(program).trace`, the minimum over the rounds, caches cleared before each. A readable summary goes to stderr.
 
 The third does so for the losses of `perex_t5x.zoo` (or some: --zoo='weight_*,lstm'), with the least time of the rounds, and
 writes a table that marks the losses where `vmap` or `micro_grad` needs less time or memory than the engine.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -166,7 +168,8 @@ def benchmark_engine(
         results.append(measure_engine(name, loss, params, batch, sizes, rounds))
         print(json.dumps(results[-1]), flush=True)
         for program, row in results[-1]["programs"].items():
-            whole = "time {time_all_at_once:.2f}  temp {temp_all_at_once:.2f}  compile {compile:.2f}".format(**row)
+            whole = "time {time_all_at_once:.2f}  temp {temp_all_at_once:.2f}  trace {trace:.2f}  compile {compile:.2f}"
+            whole = whole.format(**row)
             best = "time {time_at_best:.2f}  temp {temp_at_best:.2f}".format(**row)
             line = f"  {name:9} {program:11} all at once: {whole}   at its best ({row['best_microbatch']}): {best}"
             print(line, file=sys.stderr, flush=True)
@@ -176,7 +179,7 @@ def benchmark_engine(
 def measure_engine(
     name: str, loss: Callable[..., Any], params: Any, batch: Any, sizes: Sequence[int], rounds: int
 ) -> dict[str, Any]:
-    """Times every program at every microbatch size; returns one row per program."""
+    """Times every program at every microbatch size, and its trace all at once; returns one row per program."""
     examples = batch.shape[0]
     compiled: dict[tuple[str, int | None], Any] = {}
     compile_seconds: dict[tuple[str, int | None], float] = {}
@@ -188,6 +191,11 @@ def measure_engine(
     def seconds(key: tuple[str, int | None]) -> float:
         return timed(lambda: jax.block_until_ready(compiled[key](params, batch)))[1]
 
+    makers = _programs(loss, examples)
+    traces = {p: functools.partial(_trace_seconds, make, params, batch) for p, make in makers.items()}
+    in_turns(traces, 1)  # warm up
+    # The minimum: what else the machine does only adds to it.
+    trace = {p: min(values) for p, values in in_turns(traces, rounds).items()}
     measures = {key: functools.partial(seconds, key) for key in compiled}
     in_turns(measures, 1)  # warm up
     times = in_turns(measures, rounds)
@@ -205,7 +213,17 @@ def measure_engine(
             "best_microbatch": fastest[1],
             "time_at_best": median[fastest] / median[best["plain"]],
             "temp_at_best": temp[fastest] / temp[best["plain"]],
+            "trace": trace[program] / trace["plain"],
             "compile": compile_seconds[whole] / compile_seconds["plain", None],
             "seconds_all_at_once": median[whole],
         }
     return {"model": name, "examples": examples, "rounds": rounds, "programs": rows}
+
+
+def _trace_seconds(make: Callable[[int | None], Callable[..., Any]], params: Any, batch: Any) -> float:
+    """Processor time to trace a program all at once, as the first in its process would be."""
+    jax.clear_caches()
+    gc.collect()  # what the caches held would else be collected in the middle of some trace
+    begun = time.process_time()
+    jax.jit(make(None)).trace(params, batch)
+    return time.process_time() - begun

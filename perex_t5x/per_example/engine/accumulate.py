@@ -293,25 +293,15 @@ def _reduce_chunk(
     finite = jnp.all(jnp.isfinite(losses), axis=1)
     if norms is not None:
         finite &= jnp.isfinite(norms)
-    w = jnp.ones(units) if unit_weights is None else unit_weights
-    w_Mxb = jnp.ones(inputs.indices_Mxb.shape) if inputs.weights_Mxb is None else inputs.weights_Mxb
-    if request.weight_fn is not None:
-        w_Mxb = w_Mxb * w[:, None]
-    w_Mxb = jnp.where((w != 0)[:, None], w_Mxb, 0.0)
-    squares, totals = jnp.sum(jnp.square(w_Mxb), axis=1), jnp.sum(w_Mxb, axis=1)
     sums = {
         "raw": [r.raw for r in reduced],
-        "unit_weight": jnp.sum(w),
-        "weight": jnp.sum(totals),
-        "weight_square": jnp.sum(squares),
-        "noise": jnp.sum(squares / one_if_zero(totals)),
-        "units": jnp.sum(w != 0),
-        "examples": jnp.sum(w_Mxb != 0),
+        **_counts(unit_weights, inputs.weights_Mxb, inputs.indices_Mxb.shape, request.weight_fn is not None),
         "non_finite": jnp.sum(~finite),
     }
     if options.unit == "token":
         positions = [r.positions_N for r in reduced if r.positions_N is not None]
         most = jnp.max(jnp.stack(positions), axis=0) if positions else jnp.ones(units, jnp.int32)
+        w = jnp.ones(units) if unit_weights is None else unit_weights
         sums["position_weight"] = jnp.sum(w * most)
         sums["position_weight_square"] = jnp.sum(jnp.square(w) * most)
         sums["positions"] = jnp.sum(jnp.where(w != 0, most, 0))
@@ -320,8 +310,33 @@ def _reduce_chunk(
     norms = norms if options.norms or request.norms_first else None
     measured = reduced if first is None else first
     metrics = {m.name: [r.metrics[m.name] for r in measured] for m in options.metrics}
-    per_unit = {"losses": losses, "aux": aux, "norms": norms, "bad": ~finite & (w != 0), "metrics": metrics}
+    bad = ~finite if unit_weights is None else ~finite & (unit_weights != 0)
+    per_unit = {"losses": losses, "aux": aux, "norms": norms, "bad": bad, "metrics": metrics}
     return sums, per_unit, ReductionTrace(reduced, first, {})
+
+
+def _counts(unit_weights: Any, weights_Mxb: Any, shape: tuple[int, ...], is_function: bool) -> dict[str, Any]:
+    """Sums of weights, over units and over their examples; `is_function`: a unit's weight is a factor of its examples'."""
+    if unit_weights is None:
+        # All of them are 1, so the sums are known.
+        units, examples = shape[0], shape[0] * shape[1]
+        real = {"unit_weight": units, "weight": examples, "weight_square": examples, "noise": units}
+        whole = {"units": units, "examples": examples}
+        typed = ((real, jnp.result_type(float)), (whole, jnp.result_type(int)))
+        return {name: jnp.asarray(np.asarray(n, dtype)) for counts, dtype in typed for name, n in counts.items()}
+    w_Mxb = jnp.ones(shape) if weights_Mxb is None else weights_Mxb
+    if is_function:
+        w_Mxb = w_Mxb * unit_weights[:, None]
+    w_Mxb = jnp.where((unit_weights != 0)[:, None], w_Mxb, 0.0)
+    squares, totals = jnp.sum(jnp.square(w_Mxb), axis=1), jnp.sum(w_Mxb, axis=1)
+    return {
+        "unit_weight": jnp.sum(unit_weights),
+        "weight": jnp.sum(totals),
+        "weight_square": jnp.sum(squares),
+        "noise": jnp.sum(squares / one_if_zero(totals)),
+        "units": jnp.sum(unit_weights != 0),
+        "examples": jnp.sum(w_Mxb != 0),
+    }
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from perex_t5x.per_example.engine import jaxprs, scan, shard_map
+from perex_t5x.per_example.engine import batching, jaxprs, scan, shard_map
 from perex_t5x.per_example.engine.cones import Cone
 from perex_t5x.per_example.engine.plan import (
     Concatenated,
@@ -116,7 +116,7 @@ def run(
         elif any(flags):
             # Only values of examples: a collective of something shared, such as a parameter's all_gather, is harmless.
             shard_map.refuse(eqn, flags, context.device_axes)
-            outs, out_flags = jaxprs.bind_batched(eqn, values, flags)
+            outs, out_flags = batching.bind_batched(eqn, values, flags)
         else:
             outs, out_flags = jaxprs.bind(eqn, values), [False] * len(eqn.outvars)
         env.update((v, (o, f)) for v, o, f in zip(eqn.outvars, outs, out_flags, strict=True))
@@ -526,7 +526,7 @@ def _enter_shard_map(
             varying=frozenset(),
             hold="",
         )
-        body = jaxprs.inline(jaxprs.closed(p["jaxpr"]), manual=True)
+        body = jaxprs.for_manual_axes(jaxprs.inline(jaxprs.closed(p["jaxpr"])))
         results, result_flags, reduced = run(body, values, flags, here, mine)
         seen.update(reduced=reduced)
         sums = {i: r.finish(r.raw) for i, r in reduced.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -33,29 +34,6 @@ def bind_with(eqn: core.JaxprEqn, arguments: Sequence[Any], params: dict[str, An
         # Some primitives (custom_jvp_call, ...) store their parameters in another form than `bind` takes them.
         out = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def bind_batched(
-    eqn: core.JaxprEqn, arguments: Sequence[Any], batched: Sequence[bool]
-) -> tuple[Sequence[Any], Sequence[bool]]:
-    """Applies one equation to all examples at once: `jax.vmap` over the arguments that have an example axis.
-
-    Returns:
-      The results, and which of them have an example axis.
-    """
-    in_axes = tuple(0 if b else None for b in batched)
-    flags = flow(eqn, batched)
-    out_axes = tuple(0 if f else None for f in flags)
-    # spmd_axis_name=(): the example axis lies on no mesh axis. Left out, a sharding constraint inside the loss would say
-    # nothing about it, and the compiler would be free to divide the examples over the model axes.
-    over_examples = jax.vmap(lambda *x: tuple(bind(eqn, x)), in_axes=in_axes, out_axes=out_axes, spmd_axis_name=())
-    try:
-        return over_examples(*arguments), flags
-    except NotImplementedError as e:
-        raise NotImplementedError(
-            f"JAX cannot compute {eqn.primitive.name} for several examples at once ({e}). method='map' computes one example "
-            "after another."
-        ) from e
 
 
 def closed(jaxpr: Any) -> core.ClosedJaxpr:
@@ -96,31 +74,20 @@ def behind_barrier(remat: core.JaxprEqn, arguments: Sequence[Any]) -> Sequence[A
     return arguments
 
 
-def inline(jaxpr: core.ClosedJaxpr, remat: bool = False, manual: bool = False) -> core.ClosedJaxpr:
-    """The same program with `jit` and `custom_*` calls inlined; loops and branches stay, and remat unless asked for.
-
-    With `manual` it is the body of a `shard_map`, for one whose values do not carry the axes they vary over
-    (check_vma=False).
-    """
+def for_manual_axes(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The body of a `shard_map`, calls inlined, for one whose values do not carry the axes they vary over
+    (check_vma=False)."""
 
     def rule(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
         # Without check_vma a cast between "varying" and "invariant" is the identity, and JAX refuses to bind it.
-        if manual and eqn.primitive.name in ("pvary", "pcast"):
+        if eqn.primitive.name in ("pvary", "pcast"):
             return list(arguments)
-        if manual and eqn.primitive.name == "psum_invariant":
+        if eqn.primitive.name == "psum_invariant":
             return [jax.lax.psum(x, tuple(eqn.params["axes"])) for x in arguments]
-        body_param = primitives.INLINED_CALLS.get(eqn.primitive.name)
-        if body_param is None and not (remat and eqn.primitive.name in primitives.REMAT):
-            return bind(eqn, arguments)
-        if body_param is None:
-            body_param, arguments = "jaxpr", behind_barrier(eqn, arguments)
-        body = closed(eqn.params[body_param])
-        return evaluate(body.jaxpr, body.consts, arguments, rule)
+        return bind(eqn, arguments)
 
-    # Traced again rather than spliced: tracing renames variables, so that a body that is used twice does not clash.
-    flat = lambda *arguments: evaluate(jaxpr.jaxpr, jaxpr.consts, arguments, rule)  # noqa: E731
-    shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) if manual else struct(v) for v in jaxpr.in_avals]
-    return jax.make_jaxpr(flat)(*shapes)
+    flat = lambda *arguments: evaluate(program.jaxpr, program.consts, arguments, rule)  # noqa: E731
+    return jax.make_jaxpr(flat)(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in program.in_avals))
 
 
 def struct(aval: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
@@ -131,6 +98,12 @@ def struct(aval: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruc
     # A shape alone would be traced as invariant, and a program traced with it would be another program (no psum needed).
     anywhere = NamedSharding(aval.sharding.mesh, PartitionSpec())
     return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=anywhere, manual_axis_type=aval.manual_axis_type)
+
+
+def of_shape(aval: Any, shape: Sequence[int]) -> Any:
+    """The type of a value that has another shape, and is like this one otherwise."""
+    mesh = aval.sharding.mesh
+    return aval.update(shape=tuple(shape), sharding=None if mesh.empty else NamedSharding(mesh, PartitionSpec()))
 
 
 def for_all(value: Any, num_examples: int) -> jax.Array:
@@ -144,6 +117,102 @@ def contract_leading(eqn: core.JaxprEqn, operands: Sequence[Any], **changed: Any
     shifted = tuple((0, *(a + 1 for a in axes)) for axes in contracted)
     params = {**eqn.params, "dimension_numbers": (shifted, ((), ())), **changed}
     return bind_with(eqn, operands, params)[0]
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """A program in the making, of equations taken over from others.
+
+    Taking an equation over costs a fraction of tracing it again, and it keeps its line of the user's code.
+    """
+
+    def __init__(self, program: core.ClosedJaxpr) -> None:
+        """`program` is what the new one replaces: it has the same arguments, and may use the same constants."""
+        self._of = program.jaxpr
+        self._constants: dict[core.Var, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+        self._eqns: list[core.JaxprEqn] = []
+
+    def take(self, eqn: core.JaxprEqn, invars: Sequence[Any]) -> None:
+        """An equation as it is, of these variables; its results keep their names."""
+        same = all(a is b for a, b in zip(invars, eqn.invars, strict=True))
+        self._eqns.append(eqn if same else eqn.replace(invars=list(invars)))
+
+    def add(
+        self,
+        eqn: core.JaxprEqn,
+        invars: Sequence[Any],
+        out_avals: Sequence[Any],
+        params: dict[str, Any] | None = None,
+        primitive: core.Primitive | None = None,
+    ) -> list[core.Var]:
+        """An equation like this one, with other variables, and perhaps parameters; returns its results.
+
+        With another primitive, one without effects, all that is kept is the line of the user's code.
+        """
+        outs = [core.Var(aval) for aval in out_avals]
+        effects = None if primitive is None else core.no_effects
+        self._eqns.append(eqn.replace(list(invars), outs, primitive, params, effects))
+        return outs
+
+    def inline(self, body: core.ClosedJaxpr, invars: Sequence[Any], remat: bool = False) -> list[Any]:
+        """The equations of a body, calls within it inlined; returns what its results are called here."""
+        names: dict[core.Var, Any] = dict(zip(body.jaxpr.invars, invars, strict=True))
+        for v, value in zip(body.jaxpr.constvars, body.consts, strict=True):
+            names[v] = core.Var(v.aval)
+            self._constants[names[v]] = value
+        name = lambda v: v if isinstance(v, core.Literal) else names[v]  # noqa: E731
+        for eqn in body.jaxpr.eqns:
+            outs = self.inline_call(eqn, [name(v) for v in eqn.invars], remat)
+            if outs is None:
+                # Under new names, since a body that is used twice would otherwise clash with itself.
+                outs = self.add(eqn, [name(v) for v in eqn.invars], [v.aval for v in eqn.outvars])
+            names.update(zip(eqn.outvars, outs, strict=True))
+        return [name(v) for v in body.jaxpr.outvars]
+
+    def inline_call(self, eqn: core.JaxprEqn, invars: Sequence[Any], remat: bool) -> list[Any] | None:
+        """Of a call (or, if so asked, a rematerialised region), its body's equations; None for any other equation."""
+        if remat and eqn.primitive.name in primitives.REMAT:
+            invars = self.trace(functools.partial(behind_barrier, eqn), invars)
+            return self.inline(closed(eqn.params["jaxpr"]), invars, remat)
+        body = primitives.INLINED_CALLS.get(eqn.primitive.name)
+        return None if body is None else self.inline(closed(eqn.params[body]), invars, remat)
+
+    def trace(self, fn: Callable[[list[Any]], Sequence[Any]], invars: Sequence[Any]) -> list[Any]:
+        """The equations of a function of the list of these variables' values."""
+        variables = list(dict.fromkeys(v for v in invars if isinstance(v, core.Var)))
+
+        def of_variables(*values: Any) -> list[Any]:
+            env = dict(zip(variables, values, strict=True))
+            return list(fn([read(v, env) for v in invars]))
+
+        return self.inline(jax.make_jaxpr(of_variables)(*(struct(v.aval) for v in variables)), variables)
+
+    def program(self, outvars: Sequence[Any]) -> core.ClosedJaxpr:
+        """What has been written, with these results."""
+        effects = frozenset().union(*(eqn.effects for eqn in self._eqns))
+        jaxpr = core.Jaxpr(
+            list(self._constants), self._of.invars, list(outvars), self._eqns, effects, self._of.debug_info
+        )
+        return core.ClosedJaxpr(jaxpr, list(self._constants.values()))
+
+
+def inline(program: core.ClosedJaxpr, remat: bool = False) -> core.ClosedJaxpr:
+    """The same program with `jit` and `custom_*` calls inlined; loops and branches stay, and remat unless asked for."""
+    inlined = {*primitives.INLINED_CALLS, *(primitives.REMAT if remat else ())}
+    if not any(eqn.primitive.name in inlined for eqn in program.jaxpr.eqns):
+        return program
+    writer, names = Writer(program), dict[core.Var, Any]()
+    name = lambda v: names.get(v, v) if isinstance(v, core.Var) else v  # noqa: E731
+    for eqn in program.jaxpr.eqns:
+        invars = [name(v) for v in eqn.invars]
+        outs = writer.inline_call(eqn, invars, remat)
+        if outs is None:
+            writer.take(eqn, invars)
+        else:
+            names.update(zip(eqn.outvars, outs, strict=True))
+    return writer.program([name(v) for v in program.jaxpr.outvars])
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

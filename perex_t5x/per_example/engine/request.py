@@ -381,8 +381,10 @@ class Request:
         selected = Selected.make(arguments, roles, options.parameters)
         shard_map.check_data_axes(options.data_axes)
         # Examples are numbered over all devices: a key's fold_in, and so dropout, must not depend on the mesh.
-        mine = jnp.asarray(count * shard_map.device_index(options.data_axes), jnp.uint32)
-        indices = jnp.asarray(first_index, jnp.uint32) + mine + jnp.arange(count, dtype=jnp.uint32)
+        first = jnp.asarray(first_index, jnp.uint32)
+        if options.data_axes:
+            first += jnp.asarray(count * shard_map.device_index(options.data_axes), jnp.uint32)
+        indices = first + jax.lax.iota(jnp.uint32, count)
         rows = jax.tree.map(
             lambda x: jnp.reshape(x, (units, b, *jnp.shape(x)[1:])), tuple(arguments[i] for i in roles.batch_argnums)
         )
@@ -478,15 +480,17 @@ class Request:
             for i in roles.rng_argnums:
                 full[i] = jax.tree.map(lambda key: jax.random.fold_in(key, index), full[i])
             for i, a in zip(roles.batch_argnums, row, strict=True):
-                full[i] = jax.tree.map(lambda x: x[None], a)  # the loss expects a batch, if of one
+                full[i] = jax.tree.map(_batch_of_one, a)
             loss, aux = _with_aux(self.loss_fn(*full), options.has_aux)
             return _scalar(loss), aux
 
         def unit(differentiated: Any, others: Any, batch: Any, indices_b: jax.Array, weights_b: Any) -> Any:
             # A unit of one example needs no `vmap`, and no axis of size one for the examples of a group.
             if indices_b.shape[0] == 1:
-                loss, aux = example(differentiated, others, jax.tree.map(lambda x: x[0], batch), indices_b[0])
-                return scale * loss, (loss[None], jax.tree.map(lambda x: jnp.asarray(x)[None], aux))
+                row, index = jax.tree.map(lambda x: jax.lax.squeeze(x, [0]), (batch, indices_b))
+                loss, aux = example(differentiated, others, row, index)
+                scaled = loss if scale == 1 else scale * loss
+                return scaled, jax.tree.map(lambda x: _batch_of_one(jnp.asarray(x)), (loss, aux))
             if weights_b is not None:
                 # An example that is left out is replaced by one that is not: its NaN stay out of the gradient as well.
                 stand_in = jnp.where(weights_b != 0, jnp.arange(weights_b.shape[0]), jnp.argmax(weights_b != 0))
@@ -503,6 +507,11 @@ class Request:
             return scale * jnp.sum(share_b.astype(losses_b.dtype) * losses_b), (losses_b, aux_b)
 
         return jax.value_and_grad(unit, has_aux=True)
+
+
+def _batch_of_one(x: Any) -> jax.Array:
+    """A loss expects a batch, if of one example. As x[None], which takes longer to trace."""
+    return jax.lax.expand_dims(x, [0])
 
 
 def _weights(weights: Any, count: int, b: int) -> jax.Array | None:

@@ -21,6 +21,7 @@ from perex_t5x.per_example.reductions.reducer import (
     ReductionSite,
     ReductionSpec,
     at_least_f32,
+    itself,
     over_examples,
 )
 
@@ -83,9 +84,11 @@ class Product:
     def shape(self) -> tuple[int, ...]:
         return tuple(jaxprs.shape_of(self.eqn.outvars[0]))
 
-    @property
+    @functools.cached_property
     def dtype(self) -> Any:
         """Of the gradient, when φ sees it."""
+        if self.spec.pre is itself:  # usually, and nothing need be traced
+            return jnp.promote_types(jaxprs.dtype_of(self.eqn.outvars[0]), jnp.float32)
         zero = jax.ShapeDtypeStruct((), jaxprs.dtype_of(self.eqn.outvars[0]))
         return jax.eval_shape(lambda x: at_least_f32(self.spec.pre(x)), zero).dtype
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from perex_t5x.per_example.engine import jaxprs, shard_map
@@ -39,6 +40,10 @@ SHARED = "shared"
 MIXED_UNITS = "partly per token"
 Unary = Callable[[jax.Array], jax.Array]
 Again = Callable[["ReductionContext", Any, Any], "ReductionResult"]
+
+
+def itself(x: jax.Array) -> jax.Array:
+    return x
 
 
 def at_least_f32(x: jax.Array) -> jax.Array:
@@ -150,7 +155,7 @@ class ReductionContext:
     def weighted(self, x: jax.Array, weight: jax.Array | None) -> jax.Array:
         # The factor goes in here, where XLA fuses it with φ: dividing the finished sums would read and write them once more.
         if self.factor != 1.0:
-            x = x * jnp.asarray(self.factor, x.dtype)
+            x = jax.lax.mul(x, np.asarray(self.factor, x.dtype))
         if weight is None:
             return x
         # Selected, not multiplied: 0 · NaN is NaN, and an example that is left out may well be NaN.
@@ -164,8 +169,10 @@ class ReductionContext:
     def added(self, sums: Sequence[jax.Array], g: jax.Array, weight: Any, scale: Any) -> list[jax.Array]:
         """The sums with one example's gradient added."""
         scale = None if scale is None else scale.astype(g.dtype)
+        # Both have φ's dtype. `lax`, here and above, since `jnp` takes ten times as long to trace for every new shape.
         return [
-            total + self.weighted(self.phi(s, g, scale), weight) for total, s in zip(sums, self.statistics, strict=True)
+            jax.lax.add(total, self.weighted(self.phi(s, g, scale), weight))
+            for total, s in zip(sums, self.statistics, strict=True)
         ]
 
     def begin(
@@ -175,8 +182,10 @@ class ReductionContext:
         if initial is not None:
             return list(initial)
         # φ may return another dtype than the gradient's, and a loop's carry must have its final type from the start.
-        g = jax.ShapeDtypeStruct(tuple(shape), dtype)
-        return [constrain(self.zeros(g.shape, jax.eval_shape(s.fn, g).dtype), sharding) for s in self.statistics]
+        # Asked of one element where its shape is free: JAX remembers the answer for all parameters.
+        g, one = (jax.ShapeDtypeStruct(tuple(s), dtype) for s in (shape, (1,) * len(shape)))
+        dtypes = [jax.eval_shape(s.fn, g if isinstance(s, BoundStatistic) else one).dtype for s in self.statistics]
+        return [constrain(self.zeros(shape, d), sharding) for d in dtypes]
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         # A loop's carry must have the same type before and after a step, and the sums vary over devices.
@@ -213,7 +222,7 @@ class ReductionSpec:
       parameter: the name of the parameter that the result is the gradient of, or a part of it.
     """
 
-    pre: Unary = lambda x: x
+    pre: Unary = itself
     initial: Any = None
     sharding: AutoSharding | None = None
     sharded_over: tuple[str, ...] | None = None
@@ -307,7 +316,8 @@ def all_at_once(
     """From the gradients of all examples."""
     g_Nx = at_least_f32(g_Nx)
     scale, weight = context.columns(g_Nx.ndim, g_Nx.dtype)
-    sums = [jnp.sum(context.weighted(context.phi(s, g_Nx, scale), weight), axis=0) for s in context.statistics]
+    values = [context.weighted(context.phi(s, g_Nx, scale), weight) for s in context.statistics]
+    sums = [jax.lax.reduce_sum(x, (0,)) for x in values]
     squares = jnp.sum(jnp.square(g_Nx), axis=tuple(range(1, g_Nx.ndim))) if context.norms else None
     return ReductionResult(plus(initial, sums), squares, reduction, g_Nx.size * g_Nx.dtype.itemsize, note)
 

@@ -3,7 +3,7 @@
 Every rewrite keeps the program's results. It only exposes what the walk back of `engine.plan` can follow, or spares the
 compiler a shape it handles badly:
 
-- A sum over axes of size one becomes a reshape; values lose such axes where nothing else depends on it (`unit_axes`).
+- A sum over axes of size one drops them; values lose such axes where nothing else depends on it (`unit_axes`).
 - A `cond` whose predicate depends on the example becomes both branches and a selection.
 - Elementwise operations after a scan or remat, with a scalar or a shared array, move inside (`scans`).
 - A remat region whose gradients are used further is replaced by its body (`scans`).
@@ -19,8 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.extend.core.primitives import squeeze_p
 
-from perex_t5x.per_example.engine import jaxprs
+from perex_t5x.per_example.engine import jaxprs, primitives
 from perex_t5x.per_example.engine.rewrites.products import paddings, splits, transposes, unit_contractions
 from perex_t5x.per_example.engine.rewrites.scans import accumulations, opened_remats, operations_into_bodies
 from perex_t5x.per_example.engine.rewrites.tools import Rule, rewritten, tails_of
@@ -37,18 +38,20 @@ def rewrite(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable
     """
     wanted = tuple(wanted)
     # First what may hide a producer from the others, then loops, whose bodies become producers, then the producers.
-    for one in (
-        _sums_of_one,
-        _selections,
-        operations_into_bodies,
-        opened_remats,
-        accumulations,
-        paddings,
-        transposes,
-        splits,
-        unit_contractions,
+    for one, about in (
+        (_sums_of_one, {"reduce_sum"}),
+        (_selections, {"cond"}),
+        (operations_into_bodies, {"scan", *primitives.REMAT}),
+        (opened_remats, primitives.REMAT),
+        (accumulations, {"scan"}),
+        (paddings, {"pad"}),
+        (transposes, {"transpose"}),
+        (splits, {"split"}),
+        (unit_contractions, {"dot_general"}),
     ):
-        program = one(program, batched, wanted)
+        # Looked for first: to find where gradients come from takes longer.
+        if any(eqn.primitive.name in about for eqn in program.jaxpr.eqns):
+            program = one(program, batched, wanted)
     # Not the gradients' own tails: reductions recognise them by their shapes.
     return without_unit_axes(program, tails_of(program.jaxpr, wanted))
 
@@ -57,16 +60,16 @@ def rewrite(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable
 
 
 def _sums_of_one(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
-    """A sum over axes of size one becomes a reshape.
+    """A sum over axes of size one drops them.
 
     It adds nothing up, but it looks like a contraction: the walk back would end at it, one equation before the product or
     the sum over positions that really makes the gradient.
     """
     del batched, wanted
-    rules: dict[int, Rule] = {}
+    rules = {}
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name == "reduce_sum" and jaxprs.size_of(eqn.invars[0]) == jaxprs.size_of(eqn.outvars[0]):
-            rules[id(eqn)] = lambda eqn, arguments, read: [arguments[0].reshape(jaxprs.shape_of(eqn.outvars[0]))]
+            rules[id(eqn)] = [eqn.replace(primitive=squeeze_p, params={"dimensions": tuple(eqn.params["axes"])})]
     return rewritten(program, rules)
 
 
@@ -85,7 +88,7 @@ def _selections(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tupl
     for eqn in program.jaxpr.eqns:
         predicate = eqn.invars[0] if eqn.primitive.name == "cond" else None
         if isinstance(predicate, core.Var) and predicate in depends and any(v in tails for v in eqn.outvars):
-            rules[id(eqn)] = _select
+            rules[id(eqn)] = Rule(_select)
     return rewritten(program, rules)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.extend.core.primitives import squeeze_p
 
 from perex_t5x.per_example.engine import jaxprs, plan, primitives
 from perex_t5x.per_example.engine.rewrites.tools import Rule, rewritten, tails_of
@@ -35,7 +36,7 @@ def paddings(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[i
             for k in (0, 1):
                 chain = _chain_to_padding(eqn, k, sources)
                 if chain:
-                    rules[id(eqn)] = functools.partial(_unpadded, k, chain)
+                    rules[id(eqn)] = Rule(functools.partial(_unpadded, k, chain), [chain[0].invars[0]])
     return rewritten(program, rules)
 
 
@@ -82,28 +83,29 @@ def unit_contractions(program: core.ClosedJaxpr, batched: Sequence[bool], wanted
     """
     del batched
     tails = tails_of(program.jaxpr, wanted)
-    rules: dict[int, Rule] = {}
+    rules: dict[int, list[core.JaxprEqn]] = {}
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name == "dot_general" and eqn.outvars[0] in tails:
             sizes = [jaxprs.shape_of(eqn.invars[0])[a] for a in eqn.params["dimension_numbers"][0][0]]
             if 1 in sizes and max(sizes) > 1:
-                rules[id(eqn)] = _without_unit_contractions
+                rules[id(eqn)] = _without_unit_contractions(eqn)
     return rewritten(program, rules)
 
 
-def _without_unit_contractions(product: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
-    del read
+def _without_unit_contractions(product: core.JaxprEqn) -> list[core.JaxprEqn]:
     contracted, batch = product.params["dimension_numbers"]
-    operands, numbers = [], []
-    for x, mine, paired in zip(arguments, contracted, batch, strict=True):
+    eqns, operands, numbers = [], [], []
+    for v, mine, paired in zip(product.invars, contracted, batch, strict=True):
         # Axes are renumbered per operand: they need not be at the same place in both.
-        lost = [a for a in mine if x.shape[a] == 1]
-        at = {a: i for i, a in enumerate(a for a in range(x.ndim) if a not in lost)}
-        operands.append(jnp.squeeze(x, lost))
+        shape = jaxprs.shape_of(v)
+        lost = tuple(sorted(a for a in mine if shape[a] == 1))
+        at = {a: i for i, a in enumerate(a for a in range(len(shape)) if a not in lost)}
+        operands.append(core.Var(jaxprs.of_shape(v.aval, [shape[a] for a in at])))
+        eqns.append(product.replace([v], operands[-1:], squeeze_p, {"dimensions": lost}))
         numbers.append([tuple(at[a] for a in axes if a in at) for axes in (mine, paired)])
     (contract_l, batch_l), (contract_r, batch_r) = numbers
     params = {**product.params, "dimension_numbers": ((contract_l, contract_r), (batch_l, batch_r))}
-    return jaxprs.bind_with(product, operands, params)
+    return [*eqns, product.replace(invars=operands, params=params)]
 
 
 # --- what follows a product -------------------------------------------------------------------------------------------
@@ -116,15 +118,15 @@ def transposes(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple
     """
     del batched
     tails, sources = tails_of(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
-    rules: dict[int, Rule] = {}
+    rules: dict[int, list[core.JaxprEqn]] = {}
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name != "transpose" or eqn.outvars[0] not in tails or eqn.invars[0] not in tails:
             continue
         product = sources[eqn.invars[0]][0]
         if product.primitive.name == "dot_general" and _exchanges(product, eqn.params["permutation"]):
-            # Both equations are replaced: the product is then already transposed, and the transpose has nothing to do.
-            rules[id(product)] = _exchanged
-            rules[id(eqn)] = lambda eqn, arguments, read: list(arguments)
+            # Both equations are replaced: the product then makes the transpose's result.
+            rules[id(product)] = [_exchanged(product, eqn.outvars)]
+            rules[id(eqn)] = []
     return rewritten(program, rules)
 
 
@@ -138,8 +140,7 @@ def _exchanges(product: core.JaxprEqn, permutation: Sequence[int]) -> bool:
     return not batch_l and tuple(permutation) == (*range(left, left + right), *range(left))
 
 
-def _exchanged(product: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
-    del read
+def _exchanged(product: core.JaxprEqn, outvars: list[core.Var]) -> core.JaxprEqn:
     (contract_l, contract_r), batch = product.params["dimension_numbers"]
     precision = product.params["precision"]
     # The operands' precisions change places with them.
@@ -148,7 +149,7 @@ def _exchanged(product: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> l
         "dimension_numbers": ((contract_r, contract_l), batch),
         "precision": precision[::-1] if isinstance(precision, tuple) else precision,
     }
-    return jaxprs.bind_with(product, list(arguments)[::-1], params)
+    return product.replace(invars=product.invars[::-1], outvars=outvars, params=params)
 
 
 def splits(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
@@ -163,7 +164,7 @@ def splits(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int
         if eqn.primitive.name == "split" and any(v in tails for v in eqn.outvars) and eqn.invars[0] in sources:
             product = sources[eqn.invars[0]][0]
             if product.primitive.name == "dot_general" and not product.params["dimension_numbers"][1][0]:
-                rules[id(eqn)] = functools.partial(_split_product, product)
+                rules[id(eqn)] = Rule(functools.partial(_split_product, product), product.invars)
     return rewritten(program, rules)
 
 

@@ -67,10 +67,11 @@ def operations_into_bodies(
                 free = all(_is_free_of(operation.other, eqn, sources) for operation in operations)
                 if operations and free and (stacks or eqn.primitive.name in primitives.REMAT):
                     inside.setdefault(id(eqn), {})[index] = operations
-                    rules.update((id(o.eqn), functools.partial(_large_operand, o.large)) for o in operations)
+                    rules.update((id(o.eqn), Rule(functools.partial(_large_operand, o.large))) for o in operations)
                 break
     for body, by_result in inside.items():
-        rules[body] = functools.partial(_bind_with_operations, by_result)
+        others = [o.other for operations in by_result.values() for o in operations]
+        rules[body] = Rule(functools.partial(_bind_with_operations, by_result), others)
     return rewritten(program, rules)
 
 
@@ -168,7 +169,7 @@ def opened_remats(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tu
         return uses.get(v, 0) > 1 or (v in users and not is_part)
 
     opened = [eqn for eqn in remats if any(v in side and goes_on(v) for v in eqn.outvars)]
-    return rewritten(program, {id(eqn): _evaluate_remat for eqn in opened})
+    return rewritten(program, {id(eqn): Rule(_evaluate_remat) for eqn in opened})
 
 
 def _evaluate_remat(eqn: core.JaxprEqn, values: Sequence[Any], read: Any) -> list[Any]:
@@ -202,7 +203,7 @@ def accumulations(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tu
         if added:
             carry = jaxprs.split_scan(eqn.invars, eqn.params)[1]
             from_zeros = {i for i in added if plan.is_zeros(carry[i], sources)}
-            rules[id(eqn)] = functools.partial(_split, body, added, from_zeros)
+            rules[id(eqn)] = Rule(functools.partial(_split, body, added, from_zeros))
     return rewritten(program, rules)
 
 

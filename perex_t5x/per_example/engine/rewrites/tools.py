@@ -2,51 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from perex_t5x.per_example.engine import cones, jaxprs, primitives
 
-# Evaluates an equation in another way: (equation, its arguments, a function from earlier variables to values) -> results.
-Rule = Callable[[core.JaxprEqn, Sequence[Any], Callable[[Any], Any]], list[Any]]
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Evaluates an equation in another way.
+
+    Attributes:
+      evaluate: (equation, its arguments, a function from variables of `reads` to values) -> results.
+      reads: what it needs besides the equation's arguments; may come later in the program, if it does not depend on them.
+    """
+
+    evaluate: Callable[[core.JaxprEqn, Sequence[Any], Callable[[Any], Any]], Sequence[Any]]
+    reads: Sequence[Any] = ()
+
+    def results(self, eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        arguments, others = values[: len(eqn.invars)], values[len(eqn.invars) :]
+        env = {v: x for v, x in zip(self.reads, others, strict=True) if isinstance(v, core.Var)}
+        return self.evaluate(eqn, arguments, lambda v: jaxprs.read(v, env))
 
 
-def rewritten(program: core.ClosedJaxpr, rules: dict[int, Rule]) -> core.ClosedJaxpr:
-    """The program with the equations of these ids evaluated by the rules."""
+def rewritten(program: core.ClosedJaxpr, rules: Mapping[int, Rule | Sequence[core.JaxprEqn]]) -> core.ClosedJaxpr:
+    """The program with the equations of these ids evaluated by the rules, or replaced by other equations."""
     if not rules:
         return program
     jaxpr, sources = program.jaxpr, jaxprs.source_of(program.jaxpr)
+    writer, written = jaxprs.Writer(program), set[int]()
+    names: dict[core.Var, Any] = {}  # of results of rules
 
-    def run(*arguments: Any) -> list[Any]:
-        env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        env.update(zip(jaxpr.invars, arguments, strict=True))
-        applied: set[int] = set()
+    def name(v: Any) -> Any:
+        return v if isinstance(v, core.Literal) else names.get(v, v)
 
-        def apply(eqn: core.JaxprEqn) -> None:
-            applied.add(id(eqn))
-            values = [read(v) for v in eqn.invars]
-            rule = rules.get(id(eqn))
-            outs = jaxprs.bind(eqn, values) if rule is None else rule(eqn, values, read)
-            env.update(zip(eqn.outvars, outs, strict=True))
+    def write(eqn: core.JaxprEqn) -> None:
+        written.add(id(eqn))
+        rule = rules.get(id(eqn), (eqn,))
+        if isinstance(rule, Rule):
+            for v in rule.reads:
+                write_before(v)
+            outs = writer.trace(functools.partial(rule.results, eqn), [name(v) for v in (*eqn.invars, *rule.reads)])
+            names.update(zip(eqn.outvars, outs, strict=True))
+            return
+        for one in rule:
+            writer.take(one, [name(v) for v in one.invars] if names else one.invars)
 
-        def read(v: Any) -> Any:
-            if isinstance(v, core.Literal):
-                return v.val
-            # A rule may read what comes later in the program (a scalar that is applied inside a loop): evaluate it now.
-            if v not in env:
-                apply(sources[v][0])
-            return env[v]
+    def write_before(v: Any) -> None:
+        """A rule may read what comes later in the program (a scalar that is applied inside a loop): it is written now."""
+        eqn = sources[v][0] if isinstance(v, core.Var) and v in sources else None
+        if eqn is not None and id(eqn) not in written:
+            for x in eqn.invars:
+                write_before(x)
+            write(eqn)
 
-        for eqn in jaxpr.eqns:
-            if id(eqn) not in applied:
-                apply(eqn)
-        return [read(v) for v in jaxpr.outvars]
-
-    # Rules use jnp, which brings calls of its own: inlined, so that the next rewrite sees plain equations.
-    return jaxprs.inline(jax.make_jaxpr(run)(*(jaxprs.struct(v) for v in program.in_avals)))
+    for eqn in jaxpr.eqns:
+        if id(eqn) not in written:
+            write(eqn)
+    return writer.program([name(v) for v in jaxpr.outvars])
 
 
 def tails_of(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> set[core.Var]:

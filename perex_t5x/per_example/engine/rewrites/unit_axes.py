@@ -13,76 +13,86 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.extend.core.primitives import reshape_p, squeeze_p
 
 from perex_t5x.per_example.engine import jaxprs, primitives
 
-# (equation, its arguments without axes of size one) -> its results without them.
-Rule = Callable[[core.JaxprEqn, Sequence[Any]], list[Any]]
+# Writes an equation of arguments without axes of size one: (writer, equation, its arguments) -> its results without them.
+Rule = Callable[[jaxprs.Writer, core.JaxprEqn, Sequence[Any]], Sequence[Any]]
 
 
 def without_unit_axes(program: core.ClosedJaxpr, kept: Collection[core.Var] = ()) -> core.ClosedJaxpr:
     """Computes the same; equations that make variables of `kept` are left as they are."""
-    if not any(1 in jaxprs.shape_of(v) for eqn in program.jaxpr.eqns for v in eqn.invars):
-        return program
-
-    def run(*arguments: Any) -> list[Any]:
-        return _evaluate(program, arguments, kept)
-
-    return jax.make_jaxpr(run)(*(jaxprs.struct(v) for v in program.in_avals))
-
-
-def _evaluate(program: core.ClosedJaxpr, arguments: Sequence[Any], kept: Collection[core.Var]) -> list[Any]:
     jaxpr = program.jaxpr
-    whole: dict[core.Var, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    whole.update(zip(jaxpr.invars, arguments, strict=True))
+    if not any(1 in jaxprs.shape_of(v) for eqn in jaxpr.eqns for v in eqn.invars):
+        return program
+    writer = jaxprs.Writer(program)
     # Each variable in the one shape, the other, or both: reshaped once, where first needed, so that chains of equations pass
     # the small values on without a reshape in between.
+    whole: dict[core.Var, Any] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
     small: dict[core.Var, Any] = {}
 
-    def read(v: Any) -> Any:
+    def name(v: Any, reader: core.JaxprEqn) -> Any:
         if isinstance(v, core.Literal):
-            return v.val
+            return v
         if v not in whole:
-            whole[v] = jnp.reshape(small[v], jaxprs.shape_of(v))
+            whole[v] = _reshape(writer, reader, small[v], jaxprs.shape_of(v))
         return whole[v]
 
-    def read_small(v: Any) -> Any:
+    def name_small(v: Any, reader: core.JaxprEqn) -> Any:
         if isinstance(v, core.Literal) or 1 not in jaxprs.shape_of(v):
-            return read(v)
+            return name(v, reader)
         if v not in small:
-            small[v] = jnp.squeeze(whole[v])
+            units = tuple(a for a, size in enumerate(jaxprs.shape_of(v)) if size == 1)
+            small[v] = _squeeze(writer, reader, whole[v], units)
         return small[v]
 
     for eqn in jaxpr.eqns:
         is_kept = any(v in kept for v in eqn.outvars)
         rule = None if is_kept else _rule(eqn)
         if rule is not None:
-            small.update(zip(eqn.outvars, rule(eqn, [read_small(v) for v in eqn.invars]), strict=True))
+            outs = rule(writer, eqn, [name_small(v, eqn) for v in eqn.invars])
+            small.update(zip(eqn.outvars, outs, strict=True))
             continue
-        outs = _bind(eqn, [read(v) for v in eqn.invars], is_kept)
-        whole.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+        invars = [name(v, eqn) for v in eqn.invars]
+        # Gathers and scatters stay whole, but their windows need not.
+        windows = None if is_kept else rule_for(eqn)
+        if windows is not None:
+            outs = writer.trace(lambda values, eqn=eqn, windows=windows: windows(eqn, values), invars)
+            whole.update(zip(eqn.outvars, outs, strict=True))
+        else:
+            writer.take(eqn if is_kept else _smaller_inside(eqn), invars)
+            whole.update((v, v) for v in eqn.outvars)
+    last = jaxpr.eqns[-1]
+    return writer.program([name(v, last) for v in jaxpr.outvars])
 
 
-def _bind(eqn: core.JaxprEqn, arguments: Sequence[Any], is_kept: bool) -> list[Any]:
-    """Applies an equation to whole values; those within it lose their axes of size one."""
-    # Gathers and scatters stay whole, but their windows need not.
-    windows = None if is_kept else rule_for(eqn)
-    if windows is not None:
-        return windows(eqn, arguments)
-    if is_kept or not (eqn.primitive.name in primitives.REMAT or eqn.primitive.name in ("scan", "cond")):
-        return jaxprs.bind(eqn, arguments)
+def _smaller_inside(eqn: core.JaxprEqn) -> core.JaxprEqn:
+    """The equation; values of the loop, branch or remat region that it may be lose their axes of size one."""
     if eqn.primitive.name == "cond":
         branches = tuple(without_unit_axes(branch) for branch in eqn.params["branches"])
-        return jaxprs.bind_with(eqn, arguments, {**eqn.params, "branches": branches})
+        return eqn.replace(params={**eqn.params, "branches": branches})
+    if eqn.primitive.name != "scan" and eqn.primitive.name not in primitives.REMAT:
+        return eqn
     body = eqn.params["jaxpr"]
     smaller = without_unit_axes(jaxprs.inline(jaxprs.closed(body)))
     if isinstance(body, core.ClosedJaxpr):
-        return jaxprs.bind_with(eqn, arguments, {**eqn.params, "jaxpr": smaller})
+        return eqn.replace(params={**eqn.params, "jaxpr": smaller})
     # remat carries a program without constants: where the smaller one has some, the region stays as it is.
-    if smaller.consts:
-        return jaxprs.bind(eqn, arguments)
-    return jaxprs.bind_with(eqn, arguments, {**eqn.params, "jaxpr": smaller.jaxpr})
+    return eqn if smaller.consts else eqn.replace(params={**eqn.params, "jaxpr": smaller.jaxpr})
+
+
+def _reshape(writer: jaxprs.Writer, eqn: core.JaxprEqn, v: Any, shape: Sequence[int]) -> Any:
+    """`v` in another shape; the equation is written as one of the line of `eqn`."""
+    if jaxprs.shape_of(v) == tuple(shape):
+        return v
+    params = {"new_sizes": tuple(shape), "dimensions": None, "sharding": None}
+    return writer.add(eqn, [v], [jaxprs.of_shape(v.aval, shape)], params, reshape_p)[0]
+
+
+def _squeeze(writer: jaxprs.Writer, eqn: core.JaxprEqn, v: Any, axes: tuple[int, ...]) -> Any:
+    shape = tuple(size for a, size in enumerate(jaxprs.shape_of(v)) if a not in axes)
+    return writer.add(eqn, [v], [jaxprs.of_shape(v.aval, shape)], {"dimensions": axes}, squeeze_p)[0]
 
 
 def _rule(eqn: core.JaxprEqn) -> Rule | None:
@@ -91,9 +101,11 @@ def _rule(eqn: core.JaxprEqn) -> Rule | None:
         return None
     name = eqn.primitive.name
     if name in primitives.ELEMENTWISE:
-        # Different shapes ([1, T] and [T, 1], say) would no longer broadcast as they did. Scalars do not matter.
+        # Where ranks differ, axes do not belong together by their places. Scalars do not matter.
         shapes = {jaxprs.shape_of(v) for v in eqn.invars if jaxprs.shape_of(v)}
-        return _elementwise if len(shapes) == 1 else None
+        if len(shapes) == 1:
+            return _like
+        return _elementwise if len({len(s) for s in shapes}) == 1 and len(eqn.outvars) == 1 else None
     if name == "pad":
         # Padding an axis of size one makes it longer: then it has to be there.
         widths = zip(jaxprs.shape_of(eqn.invars[0]), eqn.params["padding_config"], strict=True)
@@ -118,54 +130,75 @@ def _small(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def _elementwise(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
-    return jaxprs.bind(eqn, arguments)
+def _like(
+    writer: jaxprs.Writer, eqn: core.JaxprEqn, invars: Sequence[Any], params: dict[str, Any] | None = None
+) -> list[core.Var]:
+    """The equation, perhaps with other parameters, whose results are as they were but for axes of size one."""
+    return writer.add(eqn, invars, [jaxprs.of_shape(v.aval, _small(v.aval.shape)) for v in eqn.outvars], params)
 
 
-def _reshaped(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
-    return [jnp.reshape(arguments[0], _small(jaxprs.shape_of(eqn.outvars[0])))]
+def _elementwise(writer: jaxprs.Writer, eqn: core.JaxprEqn, invars: Sequence[Any]) -> list[core.Var]:
+    """Of different shapes ([T, D] and [T, 1], say): an axis of size one stays where the result's is longer."""
+    out = jaxprs.shape_of(eqn.outvars[0])
+    aligned = []
+    for v, small in zip(eqn.invars, invars, strict=True):
+        shape = tuple(size for size, whole in zip(jaxprs.shape_of(v), out, strict=False) if whole != 1)
+        aligned.append(_reshape(writer, eqn, small, shape) if jaxprs.shape_of(v) else small)
+    return _like(writer, eqn, aligned)
 
 
-def _broadcast(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+def _reshaped(writer: jaxprs.Writer, eqn: core.JaxprEqn, invars: Sequence[Any]) -> list[Any]:
+    return [_reshape(writer, eqn, invars[0], _small(jaxprs.shape_of(eqn.outvars[0])))]
+
+
+def _broadcast(writer: jaxprs.Writer, eqn: core.JaxprEqn, invars: Sequence[Any]) -> Sequence[Any]:
     to = _places(jaxprs.shape_of(eqn.outvars[0]))
     sizes = jaxprs.shape_of(eqn.invars[0])
     dims = tuple(to[d] for d, size in zip(eqn.params["broadcast_dimensions"], sizes, strict=True) if size != 1)
-    return [jax.lax.broadcast_in_dim(arguments[0], _small(jaxprs.shape_of(eqn.outvars[0])), dims)]
+    shape = _small(jaxprs.shape_of(eqn.outvars[0]))
+    if shape == jaxprs.shape_of(invars[0]):  # it only added axes of size one; dimensions are in order
+        return invars
+    return _like(writer, eqn, invars, {**eqn.params, "shape": shape, "broadcast_dimensions": dims, "sharding": None})
 
 
-def _transpose(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+def _transpose(writer: jaxprs.Writer, eqn: core.JaxprEqn, invars: Sequence[Any]) -> Sequence[Any]:
     at = _places(jaxprs.shape_of(eqn.invars[0]))
-    return [jax.lax.transpose(arguments[0], [at[a] for a in eqn.params["permutation"] if a in at])]
+    permutation = tuple(at[a] for a in eqn.params["permutation"] if a in at)
+    if permutation == tuple(range(len(permutation))):
+        return invars
+    return _like(writer, eqn, invars, {**eqn.params, "permutation": permutation})
 
 
-def _reduce(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+def _reduce(writer: jaxprs.Writer, eqn: core.JaxprEqn, invars: Sequence[Any]) -> Sequence[Any]:
     at = _places(jaxprs.shape_of(eqn.invars[0]))
     axes = tuple(at[a] for a in eqn.params["axes"] if a in at)
-    return jaxprs.bind_with(eqn, arguments, {**eqn.params, "axes": axes}) if axes else list(arguments)
+    return _like(writer, eqn, invars, {**eqn.params, "axes": axes}) if axes else invars
 
 
-def _dot_general(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+def _dot_general(writer: jaxprs.Writer, eqn: core.JaxprEqn, invars: Sequence[Any]) -> list[core.Var]:
     at = [_places(jaxprs.shape_of(v)) for v in eqn.invars]
     numbers = tuple(
         tuple(tuple(at[k][a] for a in axes if a in at[k]) for k, axes in enumerate(pair))
         for pair in eqn.params["dimension_numbers"]
     )
-    return jaxprs.bind_with(eqn, arguments, {**eqn.params, "dimension_numbers": numbers})
+    return _like(writer, eqn, invars, {**eqn.params, "dimension_numbers": numbers})
 
 
-def _slice(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+def _slice(writer: jaxprs.Writer, eqn: core.JaxprEqn, invars: Sequence[Any]) -> list[Any]:
     """A slice may leave an axis of size one, which the result then loses."""
     p, at = eqn.params, _places(jaxprs.shape_of(eqn.invars[0]))
-    strides = p["strides"] or (1,) * len(jaxprs.shape_of(eqn.invars[0]))
-    cut = jax.lax.slice(arguments[0], *([x[a] for a in at] for x in (p["start_indices"], p["limit_indices"], strides)))
-    return [jnp.reshape(cut, _small(jaxprs.shape_of(eqn.outvars[0])))]
+    params = {name: None if p[name] is None else tuple(p[name][a] for a in at) for name in p}
+    shape = tuple(jaxprs.shape_of(eqn.outvars[0])[a] for a in at)
+    cut = writer.add(eqn, invars, [jaxprs.of_shape(eqn.outvars[0].aval, shape)], params)[0]
+    return [_reshape(writer, eqn, cut, _small(shape))]
 
 
-def _pad(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+def _pad(writer: jaxprs.Writer, eqn: core.JaxprEqn, invars: Sequence[Any]) -> list[Any]:
     at = _places(jaxprs.shape_of(eqn.invars[0]))
-    x, value = arguments
-    padded = jax.lax.pad(x, value, [eqn.params["padding_config"][a] for a in at])
-    return [jnp.reshape(padded, _small(jaxprs.shape_of(eqn.outvars[0])))]
+    params = {"padding_config": tuple(eqn.params["padding_config"][a] for a in at)}
+    shape = tuple(jaxprs.shape_of(eqn.outvars[0])[a] for a in at)
+    padded = writer.add(eqn, invars, [jaxprs.of_shape(eqn.outvars[0].aval, shape)], params)[0]
+    return [_reshape(writer, eqn, padded, _small(shape))]
 
 
 _RULES: dict[str, Rule] = {
