@@ -1,5 +1,8 @@
 """Every loss of the zoo against a plain loop over single examples, all at once and in microbatches."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,7 @@ import pytest
 from perex_t5x import per_example, zoo
 from perex_t5x.per_example.statistic import canonical
 from tests.per_example.loop_reference import SOME, assert_matches, clipped, grouped, norms, single_gradients
+from tests.per_example.test_memory import largest
 
 NAMES = ("mean", "mean_square", "mean_sign")
 # Cases whose arithmetic is coarser than float32's: what the gradients are rounded to while they are formed.
@@ -87,3 +91,46 @@ def test_every_option_against_the_loop(name):
     top = max(np.max(x) for g in gaps for x in jax.tree.leaves(g))
     for actual, *single in zip(jax.tree.leaves(seen["beyond"]), *map(jax.tree.leaves, gaps), strict=True):
         np.testing.assert_allclose(actual, np.mean(single, axis=0), rtol=1e-3, atol=10 * rtol * top)
+
+
+def bytes_of_arrays(text):
+    """Bytes of the largest array in the text of a compiled program."""
+    sizes = {"f64": 8, "s64": 8, "u64": 8, "c64": 8, "c128": 16, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2}
+    found = re.findall(r"\b(f64|s64|u64|c64|c128|f32|s32|u32|bf16|f16)\[([\d,]+)\]", text)
+    return max(sizes[dtype] * math.prod(map(int, shape.split(","))) for dtype, shape in found)
+
+
+def of_program(function, case):
+    """Bytes of the largest value anywhere in a program, as it is traced."""
+    return largest(jax.make_jaxpr(function)(case.params, case.batch, *case.extra).jaxpr)
+
+
+def of_compiled_program(function, case):
+    return bytes_of_arrays(jax.jit(function).lower(case.params, case.batch, *case.extra).compile().as_text())
+
+
+def assert_coverage_is_true(name, size_of):
+    """Nothing is larger than in the plain gradient's program, than two parameters, or than what coverage says is held."""
+    case = zoo.make(name, large=True)
+    loss = (lambda *arguments: case.loss(*arguments)[0]) if case.options.get("has_aux") else case.loss
+    options = {"strict": True, **case.options}
+    rows = per_example.coverage(case.loss, case.params, case.batch, *case.extra, **options)
+    said = max(row.transient_bytes for row in rows)
+    parameter = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(case.params))
+    plain = size_of(jax.value_and_grad(loss), case)
+    mine = size_of(per_example.grad_statistics(case.loss, **options), case)
+    assert mine <= 1.01 * max(plain, 2 * parameter, said)
+
+
+SURGERY = [name for name in zoo.NAMES if "method" not in zoo.make(name).options]
+
+
+@pytest.mark.parametrize("name", SURGERY)
+def test_what_coverage_says_is_true_of_the_program(name):
+    assert_coverage_is_true(name, of_program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SURGERY)
+def test_what_coverage_says_is_true_of_the_compiled_program(name):
+    assert_coverage_is_true(name, of_compiled_program)

@@ -92,7 +92,7 @@ _LEADING: dict[str, Callable[[dict[str, Any], int], dict[str, Any]]] = {
     "slice": lambda p, n: {
         "start_indices": (0, *p["start_indices"]),
         "limit_indices": (n, *p["limit_indices"]),
-        "strides": p["strides"] and (1, *p["strides"]),
+        "strides": None if p["strides"] is None else (1, *p["strides"]),
     },
     "squeeze": lambda p, n: {"dimensions": _shifted(p["dimensions"])},
     "transpose": lambda p, n: {"permutation": (0, *_shifted(p["permutation"]))},
