@@ -121,12 +121,7 @@ class Product:
 
     @property
     def has_wide_range(self) -> bool:
-        """Whether the product overflows no sooner than float32 does, so that it may be computed in float32 in other ways.
-
-        A float16 product that overflows is inf for the loss's own gradient, and must be inf here.
-        """
-        dtype = jaxprs.dtype_of(self.eqn.outvars[0])
-        return bool(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp)
+        return has_wide_range(jaxprs.dtype_of(self.eqn.outvars[0]))
 
     def of_one(self, left: jax.Array, right: jax.Array) -> jax.Array:
         """One example's gradient, from its operands."""
@@ -141,6 +136,14 @@ class Product:
             length = math.prod(x.shape[1 : 1 + len(contracted)])
             result.append(x.reshape(x.shape[0], length, -1))
         return result[0], result[1]
+
+
+def has_wide_range(dtype: Any) -> bool:
+    """Whether a gradient overflows no sooner than float32 does, so that it may be computed in float32 in other ways.
+
+    A float16 product that overflows is inf for the loss's own gradient, and must be inf here.
+    """
+    return bool(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp)
 
 
 def _product(site: ReductionSite) -> Product | None:

@@ -5,7 +5,7 @@
 | `one at a time` | a producer larger than its inputs | a loop over examples; one gradient, or a tile of it, and the sums |
 | `all at once` | a producer smaller than its inputs (biases, norms' scales) | N × a small gradient |
 | `factored` | one product of two vectors, all φ factorable | φ(S)ᵀ φ(R): one more matrix product per φ |
-| `sparse` | a scatter-add into zeros (embedding) | rows of equal id summed, φ, one scatter-add per φ |
+| `sparse` | scatter-adds of rows into one table (embedding) | rows of equal id summed, φ, one scatter-add per φ |
 | `sparse + dense` | a tied embedding | the dense reduction, and a correction at the rows in use |
 | `gram` | only norms are wanted of a matrix product with a short sequence | N × sequence² |
 | `per token` | unit='token' | φ(S)ᵀ φ(R) over examples and positions |

@@ -1,69 +1,117 @@
-"""Reductions for embeddings: a scatter-add of rows into zeros, alone or with a matrix product (a tied embedding)."""
+"""Reductions for embeddings: scatter-adds of rows into one table, alone or with a matrix product (a tied embedding).
+
+`engine.rewrites.embeddings` brings other forms (products with one-hot ids, a slice of a table) into this one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from perex_t5x.per_example.engine import jaxprs
-from perex_t5x.per_example.reductions.dense import Product, gram_squares, reduce_product
+from perex_t5x.per_example.engine import jaxprs, plan
+from perex_t5x.per_example.reductions.dense import Product, gram_squares, has_wide_range, reduce_product
 from perex_t5x.per_example.reductions.reducer import ReductionContext, ReductionResult, ReductionSite, at_least_f32
 from perex_t5x.per_example.reductions.terms import Term, terms
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Per example: distinct ids, and the sums of the rows of each.
+    """Per example: distinct ids, and the gradients of their rows: sums over all tokens of equal id.
 
-    Unused places have the id `num_rows`, which no table has, and zero rows.
+    Unused places have the id `num_rows`, which no table has. A row has all of a table's axes but the first.
     """
 
     ids_NxT: jax.Array
     sums_NxTxD: jax.Array  # at least float32, after casts and signs
+    absent_NxD: jax.Array | None  # gradients of all other rows; None: zeros
     num_rows: int
 
     @classmethod
-    def of(cls, site: ReductionSite, term: Term) -> Rows | None:
-        eqn = term.eqn
-        operand, ids, updates = eqn.invars
-        numbers = eqn.params["dimension_numbers"]
-        table = jaxprs.shape_of(operand)
-        is_row_update = (
-            len(table) == 2
-            and tuple(numbers.inserted_window_dims) == (0,)
-            and tuple(numbers.scatter_dims_to_operand_dims) == (0,)
-            and not numbers.operand_batching_dims
-            and tuple(numbers.update_window_dims) == (len(jaxprs.shape_of(updates)) - 1,)
-            and jaxprs.shape_of(updates)[-1] == table[1]
-            and jaxprs.shape_of(ids)[-1] == 1
-            and site.is_batched(ids, updates)
-            and term.transposed is False
-        )
-        if not is_row_update:
+    def of(cls, site: ReductionSite, contributions: Sequence[Term]) -> Rows | None:
+        """The rows of one or several scatter-adds into one table; None where one of them adds something else than rows."""
+        updates = [_row_updates(site, term) for term in contributions]
+        n, num_rows = site.context.num_examples, jaxprs.shape_of(site.node.root)[0]
+        unary = contributions[0].unary
+        if len(contributions) > 1:
+            # Added up in float32 and rounded once, which a range as small as float16's does not allow.
+            dtypes = {jaxprs.dtype_of(v) for t in contributions for v in (t.eqn.outvars[0], site.node.root)}
+            if not all(has_wide_range(dtype) for dtype in dtypes):
+                return None
+            updates = [u and (u[0], at_least_f32(t.unary(u[1]))) for u, t in zip(updates, contributions, strict=True)]
+            unary = lambda x: x.astype(jaxprs.dtype_of(site.node.root))  # noqa: E731
+        if not all(updates):
             return None
-        n, num_rows = site.context.num_examples, table[0]
-        ids_NxT = site.value(ids)[0].reshape(n, -1)
-        rows_NxTxD = site.value(updates)[0].reshape(n, -1, table[1])
-        # Ids out of range: JAX's scatter either clips them or drops the row, and so must we.
-        if "CLIP" in str(eqn.params["mode"]):
-            ids_NxT = jnp.clip(ids_NxT, 0, num_rows - 1)
-        elif ids_NxT.dtype.itemsize > 4 or ids_NxT.dtype == jnp.uint32:
-            # Before the cast to int32, in which an id that it cannot hold could become a valid one.
-            ids_NxT = jnp.where((ids_NxT >= 0) & (ids_NxT < num_rows), ids_NxT, num_rows)
-        ids_NxT = ids_NxT.astype(jnp.int32)
+        ids_NxT, rows_NxTxD = (jnp.concatenate(parts, axis=1) for parts in zip(*updates, strict=True))
         distinct_NxT, sums_NxTxD = jax.vmap(_combine, in_axes=(0, 0, None))(ids_NxT, rows_NxTxD, num_rows)
-        return cls(distinct_NxT, at_least_f32(site.spec.pre(term.unary(sums_NxTxD))), num_rows)
+        sums_NxTxD = at_least_f32(site.spec.pre(unary(sums_NxTxD)))
+        absent_NxD = None
+        for term in contributions:
+            if term.row is not None:
+                absent = at_least_f32(site.spec.pre(term.unary(site.for_all(term.row)))).reshape(n, -1)
+                absent_NxD = absent if absent_NxD is None else absent_NxD + absent
+        if absent_NxD is not None:
+            sums_NxTxD = sums_NxTxD + absent_NxD[:, None]
+        return cls(distinct_NxT, sums_NxTxD, absent_NxD, num_rows)
+
+    @property
+    def in_use(self) -> jax.Array:
+        """[N, T]: places that have a row."""
+        return self.ids_NxT < self.num_rows
+
+
+def _row_updates(site: ReductionSite, term: Term) -> tuple[jax.Array, jax.Array] | None:
+    """Of a scatter-add of whole rows: (ids [N, T], rows [N, T, D]); an id without a row in the table is `num_rows`."""
+    operand, ids, updates = term.eqn.invars
+    numbers, mode = term.eqn.params["dimension_numbers"], str(term.eqn.params["mode"])
+    table, window = jaxprs.shape_of(operand), tuple(numbers.update_window_dims)
+    inserted, indexed = tuple(numbers.inserted_window_dims), tuple(numbers.scatter_dims_to_operand_dims)
+    # What is added at an index, by axis of the table: one row, and all of it.
+    sizes = dict.fromkeys(inserted, 1)
+    sizes.update(zip((a for a in range(len(table)) if a not in inserted), _at(updates, window), strict=False))
+    is_whole_row = (
+        not numbers.operand_batching_dims
+        and table == jaxprs.shape_of(site.node.root)
+        and 0 in indexed
+        and [sizes.get(a) for a in range(len(table))] == [1, *table[1:]]
+        # Lookups under `jax.vmap` have an index for the other axes, too: nothing but 0 is in range of it.
+        and (indexed == (0,) or "CLIP" in mode or "PROMISE" in mode)
+        and site.is_batched(ids)
+        and not any(plan.is_permutation(eqn) for eqn in term.chain)
+    )
+    if not is_whole_row:
+        return None
+    n, num_rows = site.context.num_examples, table[0]
+    ids_NxT = site.value(ids)[0][..., indexed.index(0)]
+    ids_NxT = ids_NxT.reshape(n, math.prod(ids_NxT.shape[1:]))
+    places = [a for a in range(len(jaxprs.shape_of(updates))) if a not in window]
+    rows_NxTxD = site.for_all(updates).transpose(0, *(a + 1 for a in (*places, *window)))
+    rows_NxTxD = rows_NxTxD.reshape(*ids_NxT.shape, math.prod(table[1:]))
+    # Ids out of range: JAX's scatter either clips them or drops the row, and so must we.
+    if "CLIP" in mode:
+        ids_NxT = jnp.clip(ids_NxT, 0, num_rows - 1)
+    elif ids_NxT.dtype.itemsize > 4 or ids_NxT.dtype == jnp.uint32:
+        # Before the cast to int32, in which an id that it cannot hold could become a valid one.
+        ids_NxT = jnp.where((ids_NxT >= 0) & (ids_NxT < num_rows), ids_NxT, num_rows)
+    return ids_NxT.astype(jnp.int32), rows_NxTxD
+
+
+def _at(v: Any, axes: Sequence[int]) -> list[int]:
+    return [jaxprs.shape_of(v)[a] for a in axes]
 
 
 def _combine(ids_T: jax.Array, rows_TxD: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """Sums rows of equal id: a token that occurs twice has one gradient row, and φ must see the sum."""
     # In `lax` throughout: the same in `jnp` takes four times as long to trace, most of it to allow for negative indices.
     length = ids_T.shape[0]
+    if not length:
+        return ids_T, rows_TxD
     sorted_T, order_T = jax.lax.sort_key_val(ids_T, jax.lax.iota(jnp.int32, length))
     left, right = (jax.lax.slice_in_dim(sorted_T, i, length - 1 + i) for i in (0, 1))
     changes = jax.lax.convert_element_type(jax.lax.ne(left, right), jnp.int32)
@@ -102,37 +150,50 @@ def _at_zero(fn: Callable[[jax.Array], jax.Array], dtype: jnp.dtype) -> float:
         return float(fn(jnp.asarray(np.zeros((), dtype))))
 
 
-def _exactly(site: ReductionSite, count: int) -> list[Term] | None:
-    """The producer's terms, if there are `count` of them."""
-    all_terms = terms(site.node)
-    return all_terms if all_terms is not None and len(all_terms) == count else None
+def _by_primitive(site: ReductionSite) -> dict[str, list[Term]]:
+    """The producer's terms, if it is a sum of such."""
+    by_name: dict[str, list[Term]] = {}
+    for term in terms(site.node) or ():
+        by_name.setdefault(term.eqn.primitive.name, []).append(term)
+    return by_name
 
 
 def sparse(site: ReductionSite) -> ReductionResult | None:
-    """Rows of an embedding: Σ_n w_n φ(0) everywhere, and φ(row) − φ(0) at the ids in use."""
+    """Rows of an embedding, used once or several times: Σ_n w_n φ(0) everywhere, and φ(row) − φ(0) at the ids in use."""
     context, spec = site.context, site.spec
-    only = _exactly(site, 1)
-    if not only or only[0].eqn.primitive.name != "scatter-add":
+    by_name = _by_primitive(site)
+    if set(by_name) != {"scatter-add"}:
         return None
-    rows = Rows.of(site, only[0])
+    rows = Rows.of(site, by_name["scatter-add"])
     if rows is None:
         return None
     is_zero_at_zero = _zero_at_zero(context, rows.sums_NxTxD.dtype)
     if is_zero_at_zero is None:
         return None
     g_NxTxD = rows.sums_NxTxD
+    shape = jaxprs.shape_of(site.node.root)
     scale, weight = context.columns(3, g_NxTxD.dtype)
-    begin = context.begin(spec.initial, jaxprs.shape_of(site.node.root), g_NxTxD.dtype, spec.sharding)
+    begin = context.begin(spec.initial, shape, g_NxTxD.dtype, spec.sharding)
     sums = []
     for s, total, zero_everywhere in zip(context.statistics, begin, is_zero_at_zero, strict=True):
         change = context.phi(s, g_NxTxD, scale)
-        if not zero_everywhere:
+        if rows.absent_NxD is not None:
+            absent_Nx1xD = context.phi(s, rows.absent_NxD[:, None], scale)
+            change = change - absent_Nx1xD
+            total = total + jnp.sum(context.weighted(absent_Nx1xD, weight), axis=0).reshape(1, *shape[1:])
+        elif not zero_everywhere:
             # A row that an example does not use has gradient 0, and cos(0) = 1, say, belongs to the sum.
             change = change - context.phi(s, jnp.zeros_like(g_NxTxD), None)
             absent_VxD = context.phi(s, context.zeros(total.shape, g_NxTxD.dtype), None)
             total = total + context.total_weight(total.dtype) * absent_VxD
-        sums.append(total.at[rows.ids_NxT].add(context.weighted(change, weight), mode="drop"))
-    squares = jnp.sum(jnp.square(g_NxTxD), axis=(1, 2)) if context.norms else None
+        change = context.weighted(change, weight).reshape(*rows.ids_NxT.shape, *shape[1:])
+        sums.append(total.at[rows.ids_NxT].add(change, mode="drop"))
+    squares = None
+    if context.norms:
+        squares = jnp.sum(jnp.where(rows.in_use[..., None], jnp.square(g_NxTxD), 0), axis=(1, 2))
+        if rows.absent_NxD is not None:
+            others_N = rows.num_rows - jnp.sum(rows.in_use, axis=1)
+            squares = squares + jnp.sum(jnp.square(rows.absent_NxD), axis=1) * others_N
     return ReductionResult(sums, squares, "sparse", 0)
 
 
@@ -142,23 +203,27 @@ def sparse_plus_dense(site: ReductionSite) -> ReductionResult | None:
     The rows of O there are computed again, from the gathered side of the product: T × T × D instead of V × D.
     """
     context = site.context
-    by_name = {t.eqn.primitive.name: t for t in _exactly(site, 2) or ()}
-    if set(by_name) != {"scatter-add", "dot_general"}:
+    by_name = _by_primitive(site)
+    if set(by_name) != {"scatter-add", "dot_general"} or len(by_name["dot_general"]) > 1:
         return None
-    dense = by_name["dot_general"]
+    (dense,) = by_name["dot_general"]
     sharding = site.spec.sharding
     if sharding is not None and dense.transposed:
         sharding = sharding.transposed()
     spec = dataclasses.replace(site.spec, pre=lambda x: site.spec.pre(dense.unary(x)), sharding=sharding)
     product = Product.of(dense.eqn, site, spec)
     rows = Rows.of(site, by_name["scatter-add"])
-    if product is None or rows is None or dense.transposed is None or len(product.shape) != 2:
+    if product is None or rows is None or dense.transposed is None or [*map(len, product.free)] != [1, 1]:
         return None
+    if rows.absent_NxD is not None:
+        product = _with_non_finite(product, "left" if dense.transposed else "right", rows.absent_NxD)
     if not product.has_wide_range or _zero_at_zero(context, product.dtype) is None:
         return None
     s_NxTxI, r_NxTxJ = product.matrices()
     by_row, across = (r_NxTxJ, s_NxTxI) if dense.transposed else (s_NxTxI, r_NxTxJ)  # [N, T, V] and [N, T, D]
-    if by_row.shape[1] >= rows.num_rows // 2:  # nearly every row is in use: computing rows again would save nothing
+    if (
+        max(by_row.shape[1], rows.ids_NxT.shape[1]) >= rows.num_rows // 2
+    ):  # nearly every row is in use: computing rows again would save nothing
         return None
     at = jnp.minimum(rows.ids_NxT, rows.num_rows - 1)
     gathered_NxTxU = jnp.take_along_axis(by_row, at[:, None, :], axis=2)
@@ -190,9 +255,16 @@ def sparse_plus_dense(site: ReductionSite) -> ReductionResult | None:
             sums.append(total.at[rows.ids_NxT].add(change, mode="drop"))
     squares = reduced.squares_N
     if squares is not None:
-        used = (rows.ids_NxT < rows.num_rows)[..., None]
-        change = jnp.where(used, jnp.square(both_NxUxD) - jnp.square(o_NxUxD), 0.0)
+        change = jnp.where(rows.in_use[..., None], jnp.square(both_NxUxD) - jnp.square(o_NxUxD), 0.0)
         # A square root follows, and rounding could have made the difference negative.
         squares = jnp.maximum(squares + jnp.sum(change, axis=(1, 2)), 0.0)
     result = ReductionResult(sums, squares, "sparse + dense", reduced.transient_bytes, kernel=reduced.kernel)
     return result.then(dense.moved)
+
+
+def _with_non_finite(product: Product, side: str, absent_NxD: jax.Array) -> Product:
+    """The product plus a row that is 0 or NaN, everywhere: NaN in one of its factors is NaN in all rows of the result."""
+    factor = getattr(product, side)
+    (axis,) = product.free[0 if side == "left" else 1]
+    shape = [size if a in (0, axis + 1) else 1 for a, size in enumerate(factor.shape)]
+    return dataclasses.replace(product, **{side: factor + absent_NxD.reshape(shape).astype(factor.dtype)})

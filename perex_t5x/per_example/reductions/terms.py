@@ -13,10 +13,14 @@ from perex_t5x.per_example.engine import jaxprs, plan, primitives
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """One contribution: the result of `eqn`, after `chain` (in order of application)."""
+    """One contribution: the result of `eqn`, after `chain` (in order of application).
+
+    A scatter-add contributes what it adds, and a row that it adds it to everywhere (`row`), if that is not zero.
+    """
 
     eqn: core.JaxprEqn
     chain: tuple[core.JaxprEqn, ...]
+    row: core.Var | None = None
 
     def unary(self, x: jax.Array) -> jax.Array:
         """The casts and signs of the chain; they commute with its moves."""
@@ -62,16 +66,32 @@ def terms(node: plan.Producer) -> list[Term] | None:
         if plan.is_permutation(eqn) or plan.is_unary(eqn):
             todo.append((eqn.invars[0], (eqn, *chain)))
             continue
+        row = None
         if name == "scatter-add":
-            if not plan.is_zeros(eqn.invars[0], {v: (e, 0) for v, e in sources.items()}):
-                return None
-            # A scatter into anything but zeros has a third contribution, which is no term of ours.
-            zeros = sources.get(eqn.invars[0])
-            while zeros is not None:
-                used.add(id(zeros))
-                zeros = sources.get(zeros.invars[0]) if isinstance(zeros.invars[0], core.Var) else None
+            into = eqn.invars[0]
+            start = sources.get(into) if isinstance(into, core.Var) else None
+            if plan.is_zeros(into, {v: (e, 0) for v, e in sources.items()}):
+                while start is not None:
+                    used.add(id(start))
+                    start = sources.get(start.invars[0]) if isinstance(start.invars[0], core.Var) else None
+            elif start is not None and _repeats_row(start) and start.invars[0] in node.leaves:
+                used.add(id(start))
+                row = start.invars[0]
+            else:  # a contribution of its own: another scatter-add, say
+                todo.append((into, chain))
         elif name not in ("dot_general", "reduce_sum"):
             return None
-        contributions.append(Term(eqn, chain))
+        contributions.append(Term(eqn, chain, row))
     # An equation that is not accounted for would be left out of the gradient.
     return contributions if used == {id(eqn) for eqn in node.eqns} else None
+
+
+def _repeats_row(eqn: core.JaxprEqn) -> bool:
+    """One row, repeated along the first axis."""
+    axes = tuple(range(1, len(jaxprs.shape_of(eqn.outvars[0]))))
+    return (
+        eqn.primitive.name == "broadcast_in_dim"
+        and isinstance(eqn.invars[0], core.Var)
+        and tuple(eqn.params["broadcast_dimensions"]) == axes
+        and jaxprs.shape_of(eqn.invars[0]) == jaxprs.shape_of(eqn.outvars[0])[1:]
+    )

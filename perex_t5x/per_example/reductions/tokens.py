@@ -118,6 +118,11 @@ def _rows(site: ReductionSite, term: Term) -> tuple[list[jax.Array], jax.Array] 
             return jaxprs.bind(term.eqn, [total, *x])[0], None
 
         # The loss's own scatter, into our sums, so that its treatment of ids out of range is the same.
-        sums.append(jax.lax.scan(add, context.zeros(jaxprs.shape_of(operand), phi.dtype), (all_ids, phi))[0])
+        begin = context.zeros(jaxprs.shape_of(operand), phi.dtype)
+        if term.row is not None:
+            absent = _scaled(site, term, at_least_f32(site.for_all(term.row)))
+            weighted = context.weighted(s.fn(absent), column(context.weights_N, absent.ndim))
+            begin = begin + jnp.sum(weighted, axis=0, keepdims=True)
+        sums.append(jax.lax.scan(add, begin, (all_ids, phi))[0])
     positions = tuple(a for a in range(rows.ndim - 1) if a not in window)
     return sums, _count(_nonzero(rows, positions))
