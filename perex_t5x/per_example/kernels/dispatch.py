@@ -35,9 +35,14 @@ def unsupported_reason(product: Product) -> str:
 
 
 def for_tpu() -> bool:
-    """Whether the program is for TPUs: those of the enclosing mesh, attached or not, else JAX's default device."""
+    """Whether the program is for TPUs, as far as is known when it is traced."""
+    return platform() == "tpu"
+
+
+def platform() -> str:
+    """What the program is for: devices of the enclosing mesh, attached or not, else JAX's default device."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return (jax.default_backend() if device is None else device.platform) == "tpu"
+    return jax.default_backend() if device is None else device.platform
 
 
 def reduce(product: Product, operands: Operands) -> tuple[list[jax.Array], jax.Array | None]:

@@ -28,7 +28,7 @@ from perex_t5x.per_example.engine import jaxprs
 from perex_t5x.per_example.engine.plan import Producer
 from perex_t5x.per_example.engine.shard_map import constrain
 from perex_t5x.per_example.kernels import dispatch
-from perex_t5x.per_example.reductions import reducer, select_reduction
+from perex_t5x.per_example.reductions import reducer, select_reduction, windows
 from perex_t5x.per_example.reductions.reducer import (
     ReductionContext,
     ReductionResult,
@@ -115,7 +115,7 @@ def _keep_gradient(site: ReductionSite) -> ReductionResult:
 
     def produced(*leaves: Any) -> tuple[jax.Array, jax.Array]:
         env: dict[Any, Any] = dict(zip(site.node.leaves, leaves, strict=True))
-        jaxprs.run_equations(site.node.eqns, env)
+        jaxprs.run_equations(site.node.eqns, env, windows.bind)
         # Kept before casts to a wider dtype, which would double its memory.
         g = constrain(env[site.node.root], spec.sharding)
         return g, jnp.sum(jnp.square(at_least_f32(spec.pre(g))))

@@ -2,7 +2,7 @@
 
 | reduction | when | cost |
 |---|---|---|
-| `one at a time` | a producer larger than its inputs | a loop over examples; one gradient, or a tile of it, and the sums |
+| `one at a time` | a producer larger than its inputs; on CPUs, any filter's | a loop over examples; one gradient, or a tile of it, and the sums |
 | `all at once` | a producer smaller than its inputs (biases, norms' scales) | N × a small gradient |
 | `factored` | one product of two vectors, all φ factorable | φ(S)ᵀ φ(R): one more matrix product per φ |
 | `sparse` | scatter-adds of rows into one table (embedding) | rows of equal id summed, φ, one scatter-add per φ |
@@ -33,6 +33,7 @@ from perex_t5x.per_example.engine.cones import Cone
 from perex_t5x.per_example.engine.plan import Joint, Materialized, Producer
 from perex_t5x.per_example.engine.shard_map import AutoSharding, constrain
 from perex_t5x.per_example.metrics import POSITIONS, Metric
+from perex_t5x.per_example.reductions import windows
 from perex_t5x.per_example.statistic import BoundStatistic, Statistic
 
 MATERIALISED = "materialised"
@@ -285,7 +286,7 @@ class ReductionSite:
     def gradient(self, *leaves: Any) -> jax.Array:
         """One example's gradient, from its leaves."""
         env: dict[Any, Any] = dict(zip(self.node.leaves, leaves, strict=True))
-        jaxprs.run_equations(self.node.eqns, env)
+        jaxprs.run_equations(self.node.eqns, env, windows.bind)
         # float32 before φ: in bfloat16, squares and the sums over examples would be rounded to eight bits.
         return constrain(at_least_f32(self.spec.pre(env[self.node.root])), self.spec.sharding)
 
@@ -382,7 +383,7 @@ def jointly(
         row = iter(rows)
         values = (next(row) if b else leaf for leaf, b in zip(leaves, batched, strict=True))
         env: dict[Any, Any] = dict(zip(cone.leaves, values, strict=True))
-        jaxprs.run_equations(cone.eqns, env)
+        jaxprs.run_equations(cone.eqns, env, windows.bind)
         return {
             k: constrain(at_least_f32(spec.pre(env[cone.roots[k]])), spec.sharding) for k, (_, spec) in wanted.items()
         }
