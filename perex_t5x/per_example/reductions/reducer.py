@@ -2,7 +2,7 @@
 
 | reduction | when | cost |
 |---|---|---|
-| `one at a time` | a producer larger than its inputs; on CPUs, any filter's | a loop over examples; one gradient, or a tile of it, and the sums |
+| `one at a time` | a producer larger than its inputs; a filter, on CPUs | one gradient, or a tile of it, and the sums |
 | `all at once` | a producer smaller than its inputs (biases, norms' scales) | N × a small gradient |
 | `factored` | one product of two vectors, all φ factorable | φ(S)ᵀ φ(R): one more matrix product per φ |
 | `sparse` | scatter-adds of rows into one table (embedding) | rows of equal id summed, φ, one scatter-add per φ |

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from perex_t5x import per_example
 from perex_t5x.per_example.reductions import windows
@@ -153,3 +154,15 @@ def test_nothing_of_size_examples_times_filter():
     x = normal(1, 64, 3, 3, 7)
     surgery = largest(jax.make_jaxpr(per_example.grad_statistics(loss))(params, x).jaxpr)
     assert surgery < 64 * params["w"].nbytes / 4
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", ["strides", "groups", "used_twice"])
+def test_on_two_devices(name, check_vma):
+    loss, params, batch = CASES[name]()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    compute = per_example.grad_statistics(loss, SOME, data_axes="data", norms=True)
+    of_all = jax.shard_map(
+        lambda p, b: compute(p, b)[0], mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
+    )
+    assert_matches(jax.jit(of_all)(params, batch), single_gradients(loss, params, batch), SOME)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from perex_t5x.per_example.engine import jaxprs, plan
+from perex_t5x.per_example.engine import jaxprs, plan, shard_map
 from perex_t5x.per_example.engine.rewrites.tools import Rule, rewritten, tails_of
 from perex_t5x.per_example.kernels import dispatch
 
@@ -226,6 +226,6 @@ def _unpadded(scatter: core.JaxprEqn, pad: core.JaxprEqn, arguments: Sequence[An
         ids = jnp.clip(ids, 0, length - 1) + low
     else:
         ids = jnp.where((ids >= 0) & (ids < length), ids + low, total)
-    table = jnp.zeros((total, *zeros.shape[1:]), zeros.dtype)
+    table = shard_map.vary(jnp.zeros((total, *zeros.shape[1:]), zeros.dtype), shard_map.varying_axes(zeros))
     params = {**scatter.params, "mode": jax.lax.GatherScatterMode.FILL_OR_DROP}
     return jaxprs.bind_with(scatter, [table, ids, updates], params)
