@@ -71,6 +71,10 @@ def slice_of_the_table(p, batch):
     return squared(p["e"][2:-8][batch["ids"]], batch)
 
 
+def slice_of_a_multiple(p, batch):
+    return squared((-(p["e"] * 3.0) / 7.0)[1:-8][batch["ids"]], batch)
+
+
 def constant_cotangents(p, batch):
     return jnp.sum(p["e"][batch["ids"]]) * 0.5
 
@@ -101,7 +105,7 @@ CASES = {
     f.__name__: f
     for f in (
         per_position, used_twice, used_twice_in_different_ways, one_hot, one_hot_of_t5x, one_hot_transposed, one_hot_twice,
-        sampled_softmax, slice_of_the_table, constant_cotangents, tied_and_shared, tied_one_hot,
+        sampled_softmax, slice_of_the_table, slice_of_a_multiple, constant_cotangents, tied_and_shared, tied_one_hot,
     )
 }  # fmt: skip
 OTHERS = {f.__name__: f for f in (deep_rows, numbers)}
@@ -121,6 +125,21 @@ def test_embeddings(name):
     if name in CASES:
         (row,) = per_example.coverage(loss, params, batch, strict=True)
         assert row.reduction == ("sparse + dense" if "tied" in name else "sparse")
+    stats, aux = jax.jit(per_example.grad_statistics(loss, STATISTICS, norms=True))(params, batch)
+    gradients = single_gradients(loss, params, batch)
+    assert_matches(stats, gradients, STATISTICS)
+    np.testing.assert_allclose(aux.norms, norms(gradients), rtol=1e-5)
+
+
+def test_two_tables_that_are_looked_up_as_one():
+    def loss(p, batch):
+        return squared(jnp.concatenate([p["a"], p["b"], p["c"]])[batch["ids"]], batch)
+
+    params = {"a": normal(0, 2, WIDTH), "b": normal(1, 60, WIDTH), "c": normal(2, 68, WIDTH)}
+    batch = inputs()[1]
+    batch["ids"] = batch["ids"].at[1, 0].set(100).at[2].set(61)
+    rows = per_example.coverage(loss, params, batch, strict=True)
+    assert {row.reduction for row in rows} == {"sparse"}
     stats, aux = jax.jit(per_example.grad_statistics(loss, STATISTICS, norms=True))(params, batch)
     gradients = single_gradients(loss, params, batch)
     assert_matches(stats, gradients, STATISTICS)

@@ -9,7 +9,7 @@ compiler a shape it handles badly:
 - A remat region whose gradients are used further is replaced by its body (`scans`).
 - A scan that adds gradients up in its carry is split in two (`scans`).
 - Matrix products lose padding, transposes and splits (`products`).
-- Products with one-hot ids, and gradients of a slice of a table, become scatter-adds of rows (`embeddings`).
+- Products with one-hot ids become scatter-adds, and what follows those moves into their ids and rows (`embeddings`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.extend import core
 from jax.extend.core.primitives import squeeze_p
 
 from perex_t5x.per_example.engine import jaxprs, primitives
-from perex_t5x.per_example.engine.rewrites.embeddings import one_hot_products, padded_scatters
+from perex_t5x.per_example.engine.rewrites.embeddings import after_scatters, one_hot_products
 from perex_t5x.per_example.engine.rewrites.products import paddings, splits, transposes, unit_contractions
 from perex_t5x.per_example.engine.rewrites.scans import accumulations, opened_remats, operations_into_bodies
 from perex_t5x.per_example.engine.rewrites.tools import Rule, rewritten, tails_of
@@ -51,7 +51,7 @@ def rewrite(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable
         (splits, {"split"}),
         (unit_contractions, {"dot_general"}),
         (one_hot_products, {"dot_general"}),
-        (padded_scatters, {"scatter-add"}),
+        (after_scatters, {"scatter-add"}),
     ):
         # Looked for first: to find where gradients come from takes longer.
         if any(eqn.primitive.name in about for eqn in program.jaxpr.eqns):

@@ -1,7 +1,7 @@
 """Rewrites of the gradients of embeddings into a scatter-add of rows into one table; every one keeps the program's results.
 
 - A product with one-hot ids, Σ_t onehot(id_t) r_tᵀ, adds r_t to row id_t (`one_hot_products`).
-- A scatter-add into a slice of a table, padded to the table, is one into the table (`padded_scatters`).
+- A scatter-add that is padded, cut or multiplied by a number is another scatter-add (`after_scatters`).
 """
 
 from __future__ import annotations
@@ -180,33 +180,63 @@ def _is_constant(v: Any, axis: int, sources: Sources) -> bool:
     return axis not in dims or jaxprs.shape_of(eqn.invars[0])[dims.index(axis)] == 1
 
 
-# --- a slice of a table -----------------------------------------------------------------------------------------------
+# --- what follows a scatter-add ---------------------------------------------------------------------------------------
 
 
-def padded_scatters(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
-    """The gradient of `table[a:b][ids]`, a scatter-add into zeros that is padded to the table: a scatter-add into that."""
-    del batched
+def after_scatters(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    """A scatter-add of rows into zeros that is padded, cut or multiplied by a number: one with other ids or rows.
+
+    Padded is the gradient of `table[a:b][ids]`, cut that of tables which are looked up as one, multiplied that of
+    `(table * 8)[ids]`.
+    """
+    # What follows may be several of these, the first of which only is next to the scatter-add.
+    while rules := _after_scatters(program, wanted):
+        program = rewritten(program, rules)
+    return program
+
+
+def _after_scatters(program: core.ClosedJaxpr, wanted: tuple[int, ...]) -> dict[int, Rule]:
     tails, sources = tails_of(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
     rules: dict[int, Rule] = {}
     for eqn in program.jaxpr.eqns:
-        if eqn.primitive.name != "pad" or eqn.outvars[0] not in tails or eqn.invars[0] not in tails:
+        if not any(v in tails for v in eqn.outvars):
             continue
-        scatter = sources[eqn.invars[0]][0]
-        first, *others = eqn.params["padding_config"]
-        if (
-            scatter.primitive.name == "scatter-add"
-            and plan.is_zeros(scatter.invars[0], sources)
-            and plan.is_zeros(eqn.invars[1], sources)
-            and min(first[:2]) >= 0
-            and all(width == (0, 0, 0) for width in ((0, 0, first[2]), *others))
-            and _indexes_rows(scatter)
-        ):
-            rules[id(eqn)] = functools.partial(_unpadded, scatter)
-    return rewritten(program, rules)
+        for k, v in enumerate(eqn.invars):
+            scatter = sources[v][0] if isinstance(v, core.Var) and v in sources else None
+            if scatter is not None and _adds_rows_to_zeros(scatter, sources):
+                rule = _rule_after(eqn, k, sources)
+                if rule is not None:
+                    rules[id(eqn)] = functools.partial(rule, scatter)
+    return rules
 
 
-def _indexes_rows(scatter: core.JaxprEqn) -> bool:
-    """Whether the indices are of the first axis, of which one element is added at a time."""
+def _rule_after(eqn: core.JaxprEqn, k: int, sources: Sources) -> Any:
+    """How to apply an equation to ids and rows instead, if its operand `k` is a table of them; None: not known."""
+    name, shape = eqn.primitive.name, jaxprs.shape_of(eqn.invars[k])
+    if name == "pad" and k == 0:
+        (low, high, inside), *others = eqn.params["padding_config"]
+        if plan.is_zeros(eqn.invars[1], sources) and min(low, high) >= 0 and not inside and not np.any(others):
+            return _padded
+    if name == "split" and eqn.params["axis"] == 0:
+        return _split
+    if name == "slice" and not eqn.params["strides"] and jaxprs.shape_of(eqn.outvars[0])[1:] == shape[1:]:
+        return _sliced
+    if name == "neg":
+        return functools.partial(_multiplied, 0)
+    if name in ("mul", "div"):
+        other = eqn.invars[1 - k]
+        is_number = isinstance(other, core.Literal) and np.ndim(other.val) == 0 and np.isfinite(other.val)
+        # In float16 a sum that overflows before it is multiplied may not afterwards.
+        is_wide = jnp.finfo(jaxprs.dtype_of(eqn.outvars[0])).maxexp >= jnp.finfo(jnp.float32).maxexp
+        if is_number and is_wide and (name == "mul" or (k == 0 and other.val)):
+            return functools.partial(_multiplied, k)
+    return None
+
+
+def _adds_rows_to_zeros(scatter: core.JaxprEqn, sources: Sources) -> bool:
+    """A scatter-add into zeros whose indices are of the first axis, of which one element is added at a time."""
+    if scatter.primitive.name != "scatter-add" or not plan.is_zeros(scatter.invars[0], sources):
+        return False
     numbers = scatter.params["dimension_numbers"]
     return (
         tuple(numbers.scatter_dims_to_operand_dims) == (0,)
@@ -215,17 +245,43 @@ def _indexes_rows(scatter: core.JaxprEqn) -> bool:
     )
 
 
-def _unpadded(scatter: core.JaxprEqn, pad: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
+def _padded(scatter: core.JaxprEqn, eqn: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
     del arguments
+    return [_moved(scatter, read, eqn.params["padding_config"][0][0], jaxprs.shape_of(eqn.outvars[0])[0])]
+
+
+def _sliced(scatter: core.JaxprEqn, eqn: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
+    del arguments
+    return [_moved(scatter, read, -eqn.params["start_indices"][0], jaxprs.shape_of(eqn.outvars[0])[0])]
+
+
+def _split(scatter: core.JaxprEqn, eqn: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
+    del arguments
+    sizes = eqn.params["sizes"]
+    return [_moved(scatter, read, -sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+
+
+def _multiplied(k: int, scatter: core.JaxprEqn, eqn: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
     zeros, ids, updates = (read(v) for v in scatter.invars)
-    low, high, _ = pad.params["padding_config"][0]
-    length, total = zeros.shape[0], zeros.shape[0] + low + high
-    # Ids out of the slice's range are treated as the scatter-add into the slice does, before they are ids of the table.
+    operands = list(arguments)
+    operands[k] = updates
+    return jaxprs.bind(scatter, [_zeros(zeros, zeros.shape[0]), ids, *jaxprs.bind(eqn, operands)])
+
+
+def _moved(scatter: core.JaxprEqn, read: Any, by: int, total: int) -> jax.Array:
+    """The scatter-add into a table of `total` rows, in which row i is row i + `by`; rows that are not there are dropped."""
+    zeros, ids, updates = (read(v) for v in scatter.invars)
+    length = zeros.shape[0]
+    # Ids out of range are treated as the scatter-add does, before they are ids of the other table.
     ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
     if "CLIP" in str(scatter.params["mode"]):
-        ids = jnp.clip(ids, 0, length - 1) + low
-    else:
-        ids = jnp.where((ids >= 0) & (ids < length), ids + low, total)
-    table = shard_map.vary(jnp.zeros((total, *zeros.shape[1:]), zeros.dtype), shard_map.varying_axes(zeros))
+        ids = jnp.clip(ids, 0, length - 1)
+    is_kept = (ids >= max(0, -by)) & (ids < min(length, total - by))
+    ids = jnp.where(is_kept, ids + by, total)
     params = {**scatter.params, "mode": jax.lax.GatherScatterMode.FILL_OR_DROP}
-    return jaxprs.bind_with(scatter, [table, ids, updates], params)
+    return jaxprs.bind_with(scatter, [_zeros(zeros, total), ids, updates], params)[0]
+
+
+def _zeros(like: jax.Array, rows: int) -> jax.Array:
+    """A table of zeros of its own: those that another equation reads, too, would be computed for all examples."""
+    return shard_map.vary(jnp.zeros((rows, *like.shape[1:]), like.dtype), shard_map.varying_axes(like))
