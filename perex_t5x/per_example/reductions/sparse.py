@@ -30,7 +30,7 @@ class Rows:
 
     ids_NxT: jax.Array
     sums_NxTxD: jax.Array  # at least float32, after casts and signs
-    absent_NxD: jax.Array | None  # gradients of all other rows; None: zeros
+    absent_NxD: jax.Array | None  # gradients of all other rows: 0 or NaN; None: 0
     num_rows: int
 
     @classmethod
@@ -53,8 +53,8 @@ class Rows:
         sums_NxTxD = at_least_f32(site.spec.pre(unary(sums_NxTxD)))
         absent_NxD = None
         for term in contributions:
-            if term.row is not None:
-                absent = at_least_f32(site.spec.pre(term.unary(site.for_all(term.row)))).reshape(n, -1)
+            if term.times_zero is not None:
+                absent = (0 * at_least_f32(site.for_all(term.times_zero))).reshape(n, -1)
                 absent_NxD = absent if absent_NxD is None else absent_NxD + absent
         if absent_NxD is not None:
             sums_NxTxD = sums_NxTxD + absent_NxD[:, None]
@@ -88,7 +88,8 @@ def _row_updates(site: ReductionSite, term: Term) -> tuple[jax.Array, jax.Array]
     if not is_whole_row:
         return None
     n, num_rows = site.context.num_examples, table[0]
-    ids_NxT = site.value(ids)[0][..., indexed.index(0)]
+    ids_NxT = site.value(ids)[0]
+    ids_NxT = ids_NxT if indexed == (0,) else ids_NxT[..., indexed.index(0)]
     ids_NxT = ids_NxT.reshape(n, math.prod(ids_NxT.shape[1:]))
     places = [a for a in range(len(jaxprs.shape_of(updates))) if a not in window]
     rows_NxTxD = site.for_all(updates).transpose(0, *(a + 1 for a in (*places, *window)))
@@ -190,10 +191,9 @@ def sparse(site: ReductionSite) -> ReductionResult | None:
         sums.append(total.at[rows.ids_NxT].add(change, mode="drop"))
     squares = None
     if context.norms:
-        squares = jnp.sum(jnp.where(rows.in_use[..., None], jnp.square(g_NxTxD), 0), axis=(1, 2))
+        squares = jnp.sum(jnp.square(g_NxTxD), axis=(1, 2))
         if rows.absent_NxD is not None:
-            others_N = rows.num_rows - jnp.sum(rows.in_use, axis=1)
-            squares = squares + jnp.sum(jnp.square(rows.absent_NxD), axis=1) * others_N
+            squares = squares + jnp.sum(rows.absent_NxD, axis=1)
     return ReductionResult(sums, squares, "sparse", 0)
 
 

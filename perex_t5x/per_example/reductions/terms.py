@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,12 +16,12 @@ from perex_t5x.per_example.engine import jaxprs, plan, primitives
 class Term:
     """One contribution: the result of `eqn`, after `chain` (in order of application).
 
-    A scatter-add contributes what it adds, and a row that it adds it to everywhere (`row`), if that is not zero.
+    A scatter-add begins with zeros, or with 0 · the row `times_zero`, repeated: NaN where that is not finite.
     """
 
     eqn: core.JaxprEqn
     chain: tuple[core.JaxprEqn, ...]
-    row: core.Var | None = None
+    times_zero: core.Var | None = None
 
     def unary(self, x: jax.Array) -> jax.Array:
         """The casts and signs of the chain; they commute with its moves."""
@@ -66,7 +67,7 @@ def terms(node: plan.Producer) -> list[Term] | None:
         if plan.is_permutation(eqn) or plan.is_unary(eqn):
             todo.append((eqn.invars[0], (eqn, *chain)))
             continue
-        row = None
+        times_zero = None
         if name == "scatter-add":
             into = eqn.invars[0]
             start = sources.get(into) if isinstance(into, core.Var) else None
@@ -74,24 +75,31 @@ def terms(node: plan.Producer) -> list[Term] | None:
                 while start is not None:
                     used.add(id(start))
                     start = sources.get(start.invars[0]) if isinstance(start.invars[0], core.Var) else None
-            elif start is not None and _repeats_row(start) and start.invars[0] in node.leaves:
-                used.add(id(start))
-                row = start.invars[0]
+            elif start is not None and (repeated := _repeated_times_zero(start, sources, node.leaves)) is not None:
+                used |= {id(start), id(repeated)}
+                times_zero = repeated.invars[0]
             else:  # a contribution of its own: another scatter-add, say
                 todo.append((into, chain))
         elif name not in ("dot_general", "reduce_sum"):
             return None
-        contributions.append(Term(eqn, chain, row))
+        contributions.append(Term(eqn, chain, times_zero))
     # An equation that is not accounted for would be left out of the gradient.
     return contributions if used == {id(eqn) for eqn in node.eqns} else None
 
 
-def _repeats_row(eqn: core.JaxprEqn) -> bool:
-    """One row, repeated along the first axis."""
-    axes = tuple(range(1, len(jaxprs.shape_of(eqn.outvars[0]))))
-    return (
-        eqn.primitive.name == "broadcast_in_dim"
-        and isinstance(eqn.invars[0], core.Var)
-        and tuple(eqn.params["broadcast_dimensions"]) == axes
-        and jaxprs.shape_of(eqn.invars[0]) == jaxprs.shape_of(eqn.outvars[0])[1:]
+def _repeated_times_zero(
+    eqn: core.JaxprEqn, sources: dict[Any, core.JaxprEqn], leaves: Sequence[core.Var]
+) -> core.JaxprEqn | None:
+    """If an equation is 0 · a row, repeated along the first axis: the equation that repeats it."""
+    zeros = [v for v in eqn.invars if isinstance(v, core.Literal) and not v.val]
+    others = [sources.get(v) for v in eqn.invars if isinstance(v, core.Var)]
+    if eqn.primitive.name != "mul" or not zeros or not others or others[0] is None:
+        return None
+    repeated, axes = others[0], tuple(range(1, len(jaxprs.shape_of(eqn.outvars[0]))))
+    is_row = (
+        repeated.primitive.name == "broadcast_in_dim"
+        and repeated.invars[0] in leaves
+        and tuple(repeated.params["broadcast_dimensions"]) == axes
+        and jaxprs.shape_of(repeated.invars[0]) == jaxprs.shape_of(repeated.outvars[0])[1:]
     )
+    return repeated if is_row else None

@@ -119,8 +119,8 @@ def _rows(site: ReductionSite, term: Term) -> tuple[list[jax.Array], jax.Array] 
 
         # The loss's own scatter, into our sums, so that its treatment of ids out of range is the same.
         begin = context.zeros(jaxprs.shape_of(operand), phi.dtype)
-        if term.row is not None:
-            absent = _scaled(site, term, at_least_f32(site.for_all(term.row)))
+        if term.times_zero is not None:
+            absent = 0 * at_least_f32(site.for_all(term.times_zero))
             weighted = context.weighted(s.fn(absent), column(context.weights_N, absent.ndim))
             begin = begin + jnp.sum(weighted, axis=0, keepdims=True)
         sums.append(jax.lax.scan(add, begin, (all_ids, phi))[0])

@@ -97,7 +97,8 @@ def _scattered(k: int, one_hot: OneHot, product: core.JaxprEqn, arguments: Seque
     result = jaxprs.dtype_of(product.outvars[0])
     rows_TxD = other.transpose(*mine, *free).reshape(ids_T.size, math.prod(row))
     rows_TxD = rows_TxD.astype(jnp.promote_types(result, jnp.float32))
-    begin_VxD = jnp.broadcast_to(jnp.sum(0 * rows_TxD, axis=0), (classes, rows_TxD.shape[1]))
+    # Times zero twice: once so that no sum overflows, and once more where `reductions.terms` sees it.
+    begin_VxD = 0 * jnp.broadcast_to(jnp.sum(0 * rows_TxD, axis=0), (classes, rows_TxD.shape[1]))
     g_VxD = _add_rows(begin_VxD, ids_T, rows_TxD).astype(result)
     return [g_VxD.reshape(classes, *row) if k == 0 else g_VxD.T.reshape(*row, classes)]
 
