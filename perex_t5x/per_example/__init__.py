@@ -11,7 +11,7 @@ from perex_t5x.per_example.coverage import Coverage, coverage
 from perex_t5x.per_example.grad_statistics import grad_statistics
 from perex_t5x.per_example.independent import check_independent
 from perex_t5x.per_example.metrics import Metric
-from perex_t5x.per_example.results import GradStatistics, PerExample
+from perex_t5x.per_example.results import GradStatistics, PerExample, Sensitivity
 from perex_t5x.per_example.statistic import Statistic
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "GradStatistics",
     "Metric",
     "PerExample",
+    "Sensitivity",
     "Statistic",
     "check_independent",
     "coverage",

@@ -101,6 +101,7 @@ def grad_statistics(
       clip_norm: each h_j is scaled to at most this norm, inside φ: a number, which may be traced. Or by parameter: a tree
         like the parameters, of numbers, each for the norm of that parameter's own gradient; or a function from one unit's
         norms, a tree like the parameters, to the factor of its gradient, or to a tree of factors. Needs the norms first.
+        `stats.sensitivity` then says how far one example can move the mean and the sum (`per_example.Sensitivity`).
       metrics: numbers of each unit's whole gradient before clipping, in `aux.metrics[name]`: names ('norm', 'squared_norm',
         'parameter_norms', 'cosine_to_mean', 'gram') or `Metric` objects (`perex_t5x.per_example.metrics`). With them
         `statistics` may be empty.
@@ -224,9 +225,9 @@ class Compute:
         As under `jax.grad`, keyword arguments are the same for all examples, and what is no array reaches the loss as it is.
 
         Args:
-          weights: one per example, outside φ; 0 leaves an example out. Within a group, h_j is the weighted mean and w_j
-            the mean of its weights. Or a function of one example's (group's) loss and gradient norm, two numbers, that gives
-            its weight: it needs the norms first.
+          weights: one per example, outside φ; 0 leaves an example out (booleans: False is padding). Within a group, h_j is
+            the weighted mean and w_j the mean of its weights. Or a function of one example's (group's) loss and gradient
+            norm, two numbers, that gives its weight: it needs the norms first.
           first_index: of the batch's first example in the global batch; example i's key is fold_in(key, first_index + i).
             With `data_axes` the devices' parts are counted automatically.
           operands: name -> a tree like the parameters, for statistics and metrics that see more than the gradient
@@ -265,7 +266,8 @@ class Compute:
             known.update(
                 {k: v for k in ("count", "num_groups") if not isinstance(v := getattr(statistics, k), jax.Array)}
             )
-            return statistics, per_unit
+            known["sensitivity"] = statistics.sensitivity
+            return dataclasses.replace(statistics, sensitivity=None), per_unit
 
         def results(averages: Any, examples: Any, groups: Any, whole: Any) -> tuple[GradStatistics, PerExample]:
             statistics = GradStatistics(averages, whole, whole, whole, whole, options.group_size, whole)

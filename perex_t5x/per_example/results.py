@@ -12,6 +12,35 @@ from jax.core import Tracer
 from perex_t5x.per_example.statistic import Statistic, name_of
 
 
+@dataclasses.dataclass(frozen=True)
+class Sensitivity:
+    """How far one example can move the sum or the mean of clipped gradients: L2, over all parameters together.
+
+    Formal definition. Two batches are neighbours if they are the same but for one example, which only one of them has (add
+    or remove one), or whose place is empty in the other (zero out: weight 0, or a gradient of 0). The sensitivity bounds
+    ‖f(batch) − f(neighbour)‖₂, up to rounding. If one example is replaced by another instead, it is twice as large. It holds
+    where the loss of an example depends on no other example (`per_example.check_independent`), and where gradients are
+    finite: one that is not makes the sum NaN, unless non_finite='skip' leaves it out, which counts as zeroed out.
+
+    Attributes:
+      sum: of Σ_j h_j over examples (or groups) that took part, which is stats.mean · stats.weight_sum / stats.group_size:
+        clip_norm C, or √Σ C_p² for parameters that are clipped each by itself. With groups of several examples twice that,
+        and for zeroing out alone: the whole group's h_j changes, from one vector of norm C to another.
+      mean: of stats.mean, for zeroing out: `sum` over the number of examples (groups). None where the divisor itself depends
+        on which examples there are (weights, non_finite='skip'): divide the sum by a number fixed beforehand.
+
+    >>> Sensitivity(sum=0.5, units=8).mean
+    0.0625
+    """
+
+    sum: float
+    units: int | None = None
+
+    @property
+    def mean(self) -> float | None:
+        return None if self.units is None else self.sum / self.units
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradStatistics:
@@ -27,6 +56,10 @@ class GradStatistics:
       weight_sum, weight_square_sum: Σ w and Σ w² over the examples.
       group_size: b.
       group_noise: Σ_j (Σ w² / Σ w over the examples of group j); None: weights are equal within groups, so Σ w / b.
+      sensitivity: of the mean gradient and of its sum, see `Sensitivity`. None without `clip_norm`; and where clipping does
+        not bound them by a known number: a `clip_norm` that is traced or a function, weights that are not booleans (a weight
+        of 3 counts an example three times), sums that are rounded on their way between devices (`transport_dtype`), a
+        `shard_map` over more axes than `data_axes` (norms may be of a part of the gradient). The other statistics have none.
     """
 
     averages: dict[str, Any]
@@ -36,6 +69,7 @@ class GradStatistics:
     weight_square_sum: Any
     group_size: int = dataclasses.field(default=1, metadata={"static": True})
     group_noise: jax.Array | None = None
+    sensitivity: Sensitivity | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __getitem__(self, statistic: str | Statistic) -> Any:
         name = name_of(statistic)
@@ -145,7 +179,16 @@ class GradStatistics:
             a.weight_square_sum + b.weight_square_sum,
             a.group_size,
             a._group_noise() + b._group_noise(),
+            _merged_sensitivity(a.sensitivity, b.sensitivity),
         )
+
+
+def _merged_sensitivity(a: Sensitivity | None, b: Sensitivity | None) -> Sensitivity | None:
+    """An example is in one of the two."""
+    if a is None or b is None:
+        return None
+    units = None if a.units is None or b.units is None else a.units + b.units
+    return Sensitivity(max(a.sum, b.sum), units)
 
 
 def _total(tree: Any) -> Any:

@@ -21,7 +21,7 @@ from perex_t5x.per_example.kernels import dispatch
 from perex_t5x.per_example.metrics import Metric, Products
 from perex_t5x.per_example.reductions import held
 from perex_t5x.per_example.reductions.reducer import MATERIALISED, MIXED_UNITS, SHARED, ReductionResult
-from perex_t5x.per_example.results import GradStatistics, PerExample
+from perex_t5x.per_example.results import GradStatistics, PerExample, Sensitivity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,13 +375,32 @@ def finish(request: Request, sums: dict[str, Any], per_unit: Any, how: Reduction
     if options.unit == "token":
         num_groups = sums["positions"]
     trees = request.selected.trees(averages)
-    statistics = GradStatistics(trees, count, num_groups, weight_sum, weight_square_sum, b, noise)
+    sensitivity = _sensitivity(request, units if _all_count_once(request) else None)
+    statistics = GradStatistics(trees, count, num_groups, weight_sum, weight_square_sum, b, noise, sensitivity)
     flat = jax.tree.map(lambda x: x.reshape(request.count, *x.shape[2:]), (per_unit["losses"], per_unit["aux"]))
     if options.non_finite == "raise":
         _raise_if_non_finite(per_unit["bad"])
     trees = request.selected.trees(per_unit["metrics"])
     metrics = {m.name: m.combined(trees[m.name]) for m in options.metrics}
     return statistics, PerExample(flat[0], per_unit["norms"], flat[1], sums["non_finite"], metrics), how
+
+
+def _sensitivity(request: Request, units: int | None) -> Sensitivity | None:
+    """See `Sensitivity`; `units`: the divisor of the mean, where it does not depend on the examples."""
+    options = request.options
+    if options.clip_norm is None or options.transport is not None or not request.weights_are_mask:
+        return None
+    # Where parameters may be divided over devices by hand, norms are those of a part of the gradient.
+    if set(shard_map.manual_axes()) - set(options.data_axes):
+        return None
+    # Parameters that are clipped each by itself: the norms of the parts bound that of the whole.
+    limits = [options.clip_norm] if request.clip_norms is None else request.clip_norms
+    if any(callable(c) or isinstance(c, Tracer) for c in limits):
+        return None
+    whole = math.hypot(*(float(c) for c in limits))
+    if math.isinf(whole):
+        return None
+    return Sensitivity(whole * (1 if options.group_size == 1 else 2), units)
 
 
 def _blanked(x: jax.Array, keep_Mxb: jax.Array) -> jax.Array:

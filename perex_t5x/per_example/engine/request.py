@@ -340,6 +340,7 @@ class Request:
       shardings, sharded_over: of each selected parameter, see `ReductionSpec`.
       weight_fn: a function of one unit's loss and gradient norm that gives its weight; None: `Inputs.weights_Mxb`.
       clip_norms: of each selected parameter, where it is clipped by itself; else None.
+      weights_are_mask: whether no example can have a weight other than 0 and 1: there are none, or booleans.
     """
 
     loss_fn: Callable[..., Any]
@@ -354,6 +355,7 @@ class Request:
     sharded_over: list[tuple[str, ...] | None]
     weight_fn: Callable[[Any, Any], Any] | None = None
     clip_norms: list[Any] | None = None
+    weights_are_mask: bool = True
 
     @classmethod
     def make(
@@ -439,6 +441,7 @@ class Request:
             sharded_over,
             weights if callable(weights) else None,
             clip_norms,
+            weights_are_mask=weights is None or (not callable(weights) and jnp.asarray(weights).dtype == bool),
         )
 
     @property
