@@ -48,6 +48,7 @@ class GradientOptions:
     transport_dtype: str | None = None
     kernels: bool = True
     clip_memory: float = CLIP_MEMORY
+    own_normalizer: bool = False  # see `private`
 
     def examples_at_a_time(self, on_device: int) -> int | str | None:
         """The engine's `microbatch_size` for this many examples on a device."""
@@ -58,6 +59,15 @@ class GradientOptions:
     def unclipped_examples(self) -> GradientOptions:
         """The same for statistics of the examples' own gradients, as the monitor measures them."""
         return dataclasses.replace(self, clip_norm=None, unit="example")
+
+    def private(self, clip_norm: float) -> GradientOptions:
+        """The same for an optimizer that is differentially private.
+
+        W of a global batch depends on all of its examples, so one example would change the others' gradients. Here each
+        example is a batch of its own: g_i = ∇ℓ_i / W_i, W_i the normaliser of that example alone. One that is not finite is
+        left out: its gradient could not be clipped.
+        """
+        return dataclasses.replace(self, clip_norm=clip_norm, non_finite="skip", own_normalizer=True)
 
 
 @jax.tree_util.register_dataclass
@@ -141,7 +151,7 @@ def gradient_with_statistics(
     data_axes = shardings.partitioner.batch_axes
     batch_size, skip = _batch_size(batch), options.non_finite == "skip"
     compute = per_example.grad_statistics(
-        _loss_on_device(model, shardings),
+        _loss_on_device(model, shardings, own_normalizer=options.own_normalizer),
         statistics,
         method=method,
         has_aux=True,
@@ -160,8 +170,11 @@ def gradient_with_statistics(
         shardings=shardings.auto_specs(),
     )
 
+    sensitivity: list[Any] = []  # known while the program is traced
+
     def on_device(params: Any, batch: Batch, keys_B: jax.Array, normalizer: jax.Array, operands: Any) -> Gradient:
-        # The engine's gradients are those of the examples' losses, so ℓ_i / (W/B) makes them (B/W) ∇ℓ_i.
+        # The engine's gradients are those of the examples' losses, so ℓ_i / (W/B) makes them (B/W) ∇ℓ_i (`private` ones
+        # have a normaliser of their own instead).
         arguments = params, batch, keys_B, normalizer / batch_size
         if observe is not None:
             observe(compute, *arguments)
@@ -176,6 +189,8 @@ def gradient_with_statistics(
         sums = collectives.sum_over(sums, data_axes)
         counted = {**sums["loss_sums"], "non_finite_examples": examples.non_finite.astype(jnp.float32)}
         loss = sums["total"] / jnp.asarray(computed.count, jnp.float32)
+        sensitivity.append(computed.sensitivity)
+        computed = dataclasses.replace(computed, sensitivity=None)
         return Gradient(loss, counted, computed.mean, computed, examples.norms)
 
     like_params = shardings.manual_specs(parameters)
@@ -191,7 +206,7 @@ def gradient_with_statistics(
     )
     gradient = _on_devices(on_device, model, state, batch, shardings, out_specs, dict(operands or {}))
     averages = {name: shardings.constrain(tree) for name, tree in gradient.statistics.averages.items()}
-    computed = dataclasses.replace(gradient.statistics, averages=averages)
+    computed = dataclasses.replace(gradient.statistics, averages=averages, sensitivity=sensitivity[-1])
     # Counts that do not depend on the data are constants again, which `shard_map` had turned into traced values:
     # optimizers check them while they are traced.
     if not skip:
@@ -240,16 +255,21 @@ def _on_devices(
     return on_device(state.params, batch, keys_B, model.loss_normalizer(batch), *like_params)
 
 
-def _loss_on_device(model: Model, shardings: ParamShardings, transport: Any = None) -> Callable[..., Any]:
+def _loss_on_device(
+    model: Model, shardings: ParamShardings, transport: Any = None, own_normalizer: bool = False
+) -> Callable[..., Any]:
     """The model's loss where the data axes are manual; the gradient of what it gathers is sent as `transport`.
 
-    The engine wants None: it finds the sums over devices in the gradient, and sends its statistics over them itself.
+    The engine wants None: it finds the sums over devices in the gradient, and sends its statistics over them itself. With
+    `own_normalizer` W is that of the rows given.
     """
     gathers = getattr(model, "gathers_parameters", False)
 
-    def loss_fn(params: Any, *arguments: Any) -> Any:
+    def loss_fn(params: Any, batch: Batch, keys: jax.Array, normalizer: jax.Array) -> Any:
         with shardings.partitioner.manual(transport):  # see `perex_t5x.partitioning.partitioner`
-            return model.loss_fn(params if gathers else shardings.gather(params, transport), *arguments)
+            if own_normalizer:
+                normalizer = model.loss_normalizer(batch)
+            return model.loss_fn(params if gathers else shardings.gather(params, transport), batch, keys, normalizer)
 
     return loss_fn
 

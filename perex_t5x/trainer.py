@@ -32,7 +32,7 @@ from perex_t5x.models.protocol import Model
 from perex_t5x.monitoring import Monitor
 from perex_t5x.optimizers.learning_rate import drive_learning_rate, rate_of_built
 from perex_t5x.partitioning import ParamShardings, PjitPartitioner, nearest_divisor
-from perex_t5x.per_example import GradStatistics, Statistic
+from perex_t5x.per_example import GradStatistics, Sensitivity, Statistic
 from perex_t5x.per_example.reductions.held import CLIP_MEMORY
 from perex_t5x.per_example.statistic import BUILT_IN
 from perex_t5x.schedules import Rate, Schedule, as_schedule
@@ -182,10 +182,11 @@ class Trainer:
     def gradient(self, state: TrainState, batch: Batch) -> Gradient:
         """Loss, metric sums, gradient, and the statistics that the optimizer reads."""
         needs, shardings = self.needs(state.params), self.param_shardings(batch)
-        if self._is_plain(needs):
-            return batch_gradient(self.model, state, batch, shardings, self.options)
+        options = self.gradient_options(state.params)
+        if _is_plain(needs, options):
+            return batch_gradient(self.model, state, batch, shardings, options)
         operands = optimizers.operands_of(state.opt_state)
-        return gradient_with_statistics(self.model, state, batch, needs, shardings, self.options, operands=operands)
+        return gradient_with_statistics(self.model, state, batch, needs, shardings, options, operands=operands)
 
     def needs(self, params: Any) -> tuple[str | Statistic, ...]:
         """The statistics that the optimizer reads; `params` may be shapes."""
@@ -193,10 +194,12 @@ class Trainer:
 
     def has_plain_gradient(self, params: Any) -> bool:
         """Whether the mean is all that is asked for, so that examples need not be told apart; `params` may be shapes."""
-        return self._is_plain(self.needs(params))
+        return _is_plain(self.needs(params), self.gradient_options(params))
 
-    def _is_plain(self, needs: tuple[str | Statistic, ...]) -> bool:
-        return needs == ("mean",) and self.options.clip_norm is None and self.options.non_finite == "keep"
+    def gradient_options(self, params: Any) -> GradientOptions:
+        """`options`, with what a private optimizer (`optimizers.dp`) asks for; `params` may be shapes."""
+        privacy = optimizers.privacy_of(self.model.optimizer_def, params)
+        return self.options if privacy is None else self.options.private(privacy.clip_norm)
 
     def monitor_step(self, state: TrainState, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
         """What the monitor sees of the step that `train_step` would make: its new averages, and values to log."""
@@ -404,6 +407,7 @@ class Trainer:
                     f"{statistic.name!r} is not declared as one. Use Trainer.unit = 'example', or declare it with "
                     "per_example.Statistic(..., factorable=True) if it is."
                 )
+        self._check_privacy(optimizers.privacy_of(self.model.optimizer_def, shapes.params), batch_size)
         if batch_size // self.options.group_size > 1:
             return
         where = f"BATCH_SIZE = {batch_size}"
@@ -421,13 +425,41 @@ class Trainer:
         except ConfigError as e:
             raise ConfigError(f"{where}: {e}") from e
 
+    def _check_privacy(self, privacy: optimizers.Privacy | None, batch_size: int) -> None:
+        """Raises where the step would not be what a private optimizer promises."""
+        if privacy is None:
+            return
+        options, clip_norm = self.options, privacy.clip_norm
+        for name, value, needed, why in (
+            ("clip_norm", options.clip_norm, (None, clip_norm), f"the optimizer clips at its own, {clip_norm:g}"),
+            ("group_size", options.group_size, (1,), "it is single examples that are clipped"),
+            ("unit", options.unit, ("example",), "it is examples that are clipped"),
+            ("transport_dtype", options.transport_dtype, (None,), "rounded sums are not bounded by the clipping"),
+        ):
+            if value not in needed:
+                raise ConfigError(
+                    f"Trainer.{name} = {value!r} with a differentially private optimizer (optimizers.dp): {why}. "
+                    f"Set Trainer.{name} = {needed[0]!r}."
+                )
+        if privacy.batch_size != batch_size:
+            raise ConfigError(
+                f"optimizers.dp.batch_size = {privacy.batch_size}, and a batch has {batch_size} examples. Set "
+                "optimizers.dp.batch_size = %BATCH_SIZE."
+            )
+
     def _update_with_one_group(self, shapes: TrainState) -> Any:
         """An update whose number of groups is known while it is traced, so that optimizers can refuse it."""
         params, opt_state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes.params, shapes.opt_state))
         one = np.float32(1.0)
         averages = {s if isinstance(s, str) else s.name: params for s in self.needs(params)}
-        statistics = GradStatistics(averages, one, np.int32(1), one, one, self.options.group_size)
+        clip_norm = self.gradient_options(params).clip_norm
+        bound = None if clip_norm is None else Sensitivity(clip_norm)
+        statistics = GradStatistics(averages, one, np.int32(1), one, one, self.options.group_size, sensitivity=bound)
         return self.optimizer.update(params, opt_state, params, one, statistics=statistics)
+
+
+def _is_plain(needs: tuple[str | Statistic, ...], options: GradientOptions) -> bool:
+    return needs == ("mean",) and options.clip_norm is None and options.non_finite == "keep"
 
 
 def _all_finite(tree: Any) -> jax.Array:

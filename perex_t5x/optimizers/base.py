@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.optimizers.chain_compat import agreeing, at_least_float32
-from perex_t5x.optimizers.checks import check_number, check_statistics, refuse_multi_steps
+from perex_t5x.optimizers.chain_compat import agreeing, at_least_float32, same_mean
+from perex_t5x.optimizers.checks import check_number, check_sensitivity, check_statistics, refuse_multi_steps
 from perex_t5x.optimizers.learning_rate import drive_learning_rate
 from perex_t5x.per_example.results import GradStatistics
 from perex_t5x.per_example.statistic import Statistic, union
@@ -33,6 +33,21 @@ class StatisticsTransformation(optax.GradientTransformationExtraArgs):
     needs: tuple[str | Statistic, ...] = ("mean",)
 
 
+@dataclasses.dataclass(frozen=True)
+class Privacy:
+    """What a differentially private optimizer (`dp`) asks for, and what it adds; `privacy_of` finds it.
+
+    Attributes:
+      clip_norm: C, at which the gradient of each example's own loss has to be clipped.
+      noise_multiplier: σ; the noise that is added to their sum has the standard deviation σ·C in every coordinate.
+      batch_size: what the sum is divided by, fixed beforehand.
+    """
+
+    clip_norm: float
+    noise_multiplier: float
+    batch_size: int
+
+
 def _made(name: str, needs: tuple[str | Statistic, ...], init: Callable[..., Any], update: Callable[..., Any]) -> Any:
     made = StatisticsTransformation(init, update)
     made.name, made.needs = name, needs
@@ -44,6 +59,7 @@ def from_statistics(
     needs: Sequence[str | Statistic],
     init: Callable[[Any], Any],
     update: Callable[[GradStatistics, Any, Any], tuple[Any, Any]],
+    privacy: Privacy | None = None,
 ) -> StatisticsTransformation:
     """Makes an optax transformation from a function of statistics.
 
@@ -55,10 +71,12 @@ def from_statistics(
       update: (statistics, state, params) -> (updates, state). The statistics have what `needs` names, in at least
         float32, and agree with the transformations in front in the chain: masked as the updates are (their trees then have
         `optax.MaskedNode`, which `jax.tree.map` skips), scaled as the updates were.
+      privacy: where given, `update` is called with statistics whose `sensitivity` is that of `privacy.clip_norm`, or there
+        is an error; nothing in front in the chain changes them.
 
     Returns:
       A transformation for `optax.chain` and all the rest, with `needs`. One that needs the mean alone also works without
-      `statistics=`.
+      `statistics=`, unless it is private.
 
     An optimizer from scratch, which divides the momentum by the mean *absolute value* of the examples' gradients:
 
@@ -91,7 +109,7 @@ def from_statistics(
     [-1.  -0.5]
     """
     needs = union(("mean",), needs)
-    mean_alone = needs == ("mean",)
+    mean_alone = needs == ("mean",) and privacy is None
 
     def checked_init(params: Any) -> Any:
         if not mean_alone:
@@ -109,7 +127,10 @@ def from_statistics(
             checked = check_statistics(name, needs, statistics)
             if isinstance(checked.averages, _Recorder):
                 checked.averages.declared += needs
-            seen = agreeing(name, checked, updates, needs)
+                checked.averages.privacy = checked.averages.privacy or privacy
+            elif privacy is not None:
+                check_sensitivity(name, privacy.clip_norm, checked)
+            seen = (agreeing if privacy is None else same_mean)(name, checked, updates, needs)
         with jax.named_scope(name):
             steps, state = update(seen, state, params)
         return jax.tree.map(lambda s, u: s.astype(jnp.result_type(u)), steps, updates), state
@@ -169,6 +190,7 @@ class _Recorder(dict):
         super().__init__(mean=mean)
         self._other = other
         self.declared: tuple[str | Statistic, ...] = ()
+        self.privacy: Privacy | None = None
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -195,20 +217,38 @@ def needs_of(optimizer: Any, params: Any) -> tuple[str | Statistic, ...]:
     >>> needs_of(optax.adamw, params)
     ('mean',)
     """
+    averages = _recorded(optimizer, params)
+    return union(averages, averages.declared)
+
+
+def privacy_of(optimizer: Any, params: Any) -> Privacy | None:
+    """What a private optimizer asks of its gradients; None for all others. Found by tracing, as `needs_of` does.
+
+    >>> import perex_t5x.optimizers as optimizers
+    >>> params = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
+    >>> private = optimizers.dp(optax.sgd(0.1), clip_norm=1.0, noise_multiplier=0.8, batch_size=64, seed=1)
+    >>> privacy_of(optax.chain(private, optax.keep_params_nonnegative()), params)
+    Privacy(clip_norm=1.0, noise_multiplier=0.8, batch_size=64)
+    >>> privacy_of(optax.adamw, params) is None
+    True
+    """
+    return _recorded(optimizer, params).privacy
+
+
+def _recorded(optimizer: Any, params: Any) -> _Recorder:
+    """What an optimizer read and declared in one step, which is traced."""
     driven = drive_learning_rate(optimizer)
-    needs: tuple[str | Statistic, ...] = ()
+    recorders: list[_Recorder] = []
 
     def trace(params: Any) -> Any:
-        nonlocal needs
         mean, other = (jax.tree.map(lambda p: jnp.zeros(p.shape, _moment_dtype(p)), params) for _ in range(2))
         averages, two = _Recorder(mean, other), jnp.asarray(2.0)
+        recorders.append(averages)
         statistics = GradStatistics(averages, two, two, two, two)
-        result = driven.update(mean, driven.init(params), params, jnp.asarray(1.0), statistics=statistics)
-        needs = union(averages, averages.declared)
-        return result
+        return driven.update(mean, driven.init(params), params, jnp.asarray(1.0), statistics=statistics)
 
     jax.eval_shape(trace, params)
-    return needs
+    return recorders[-1]
 
 
 def logged(state: Any) -> dict[str, jax.Array]:

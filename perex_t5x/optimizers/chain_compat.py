@@ -45,6 +45,29 @@ def agreeing(
     return dataclasses.replace(statistics, averages=averages)
 
 
+def same_mean(
+    optimizer: str, statistics: GradStatistics, updates: Any, needs: Sequence[str | Statistic]
+) -> GradStatistics:
+    """The statistics in `needs`, as they are: what they bound would not hold for gradients that were changed in front.
+
+    Updates that are known not to be the mean are an error; traced ones are not looked at.
+    """
+    averages = {name: at_least_float32(statistics[name]) for name in names_of(needs)}
+    pairs = list(zip(jax.tree.leaves(updates), jax.tree.leaves(statistics["mean"]), strict=False))
+    changed = any(not isinstance(u, Tracer) and not isinstance(m, Tracer) and not _equal(u, m) for u, m in pairs)
+    if changed or jax.tree.structure(updates) != jax.tree.structure(statistics["mean"]):
+        raise ConfigError(
+            f"{optimizer}: the updates are not the statistics' mean. {optimizer} takes the gradients as they were clipped, "
+            "all parameters together: put it first in the chain, outside optax.masked and multi_transform; what masks or "
+            "scales goes into the optimizer inside it."
+        )
+    return dataclasses.replace(statistics, averages=averages)
+
+
+def _equal(u: Any, m: Any) -> bool:
+    return u is m or bool(jnp.array_equal(u, m, equal_nan=True))
+
+
 def at_least_float32(tree: Any) -> Any:
     """Leaves of lower precision become float32."""
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32)), tree)

@@ -129,6 +129,22 @@ def check_statistics(optimizer: str, needs: Sequence[str | Statistic], statistic
     return statistics
 
 
+def check_sensitivity(optimizer: str, clip_norm: float, statistics: GradStatistics) -> None:
+    """Raises unless one example moves the sum of the gradients by no more than `clip_norm`."""
+    bound = statistics.sensitivity
+    compute = f"per_example.grad_statistics(loss_fn, ('mean',), clip_norm={clip_norm:g}, non_finite='skip')"
+    if bound is None:
+        raise ConfigError(
+            f"{optimizer}: nothing bounds how far one example moves these statistics (statistics.sensitivity is None). "
+            f"Compute them with {compute}, without transport_dtype, and with weights, if there are any, that are booleans."
+        )
+    if bound.sum > clip_norm * (1 + 1e-6):
+        raise ConfigError(
+            f"{optimizer}: one example moves the sum of these gradients by up to {bound.sum:g}, and the noise is meant for "
+            f"clip_norm = {clip_norm:g}. Compute them with {compute}, in groups of one."
+        )
+
+
 def check_several_groups(optimizer: str, statistics: GradStatistics) -> None:
     """Raises where it is known that there is a single example (or group): it has no variance.
 
