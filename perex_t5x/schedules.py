@@ -34,19 +34,24 @@ def create_learning_rate_scheduler(
     steps_per_decay: PositiveInt = 20000,
     steps_per_cycle: PositiveInt = 100000,
     step_offset: int = 0,
-    min_learning_rate: Rate = 0.0,
+    min_learning_rate: Rate = 1e-8,
 ) -> Schedule:
-    """Returns η(t), the product of the named factors at t = step − step_offset, never below `min_learning_rate`.
+    """Returns η(t), the product of the named factors at t = max(0, step − step_offset), never below `min_learning_rate`.
+
+    The numbers are T5X's, for every product; `linear_decay` has the base rate and the warm-up in it, so it stands alone as a
+    rule.
 
     | factor | multiplies by |
     |---|---|
     | constant | base_learning_rate |
     | linear_warmup | min(1, t / warmup_steps) |
-    | linear_decay | max(0, min(t / warmup_steps, 1 + decay_factor · (warmup_steps − t))) |
+    | linear_decay | base_learning_rate · min(t / warmup_steps, 1 + decay_factor · (warmup_steps − t)) |
     | rsqrt_decay | 1 / √max(t, warmup_steps) |
     | rsqrt_normalized_decay | √warmup_steps / √max(t, warmup_steps) |
     | decay_every | decay_factor ^ ⌊t / steps_per_decay⌋ |
     | cosine_decay | (1 + cos(π · ((t − warmup_steps) / steps_per_cycle mod 1))) / 2, 1 during warm-up |
+
+    With warmup_steps = 0 there is no warm-up; step 0, where T5X divides by 0, then counts as step 1 in 1/√t.
 
     >>> rate = create_learning_rate_scheduler("constant * linear_warmup", 0.1, warmup_steps=10)
     >>> round(float(rate(5)), 6), round(float(rate(50)), 6)
@@ -60,19 +65,20 @@ def create_learning_rate_scheduler(
                 f"create_learning_rate_scheduler.factors = {factors!r}: unknown factor {name!r}."
                 f"{did_you_mean(name, FACTORS)} Known: {', '.join(FACTORS)}."
             )
-    warmup = max(warmup_steps, 1)
 
     def rate(step: jax.Array) -> jax.Array:
         t = jnp.maximum(0.0, jnp.asarray(step, jnp.float32) - step_offset)
-        late = jnp.maximum(t, warmup)
+        late = jnp.maximum(t, max(warmup_steps, 1))
+        ramp = t / warmup_steps if warmup_steps else jnp.inf
+        progress = jnp.maximum(t - warmup_steps, 0.0) / steps_per_cycle
         factor_values = {
             "constant": lambda: base_learning_rate,
-            "linear_warmup": lambda: jnp.minimum(1.0, t / warmup),
-            "linear_decay": lambda: jnp.maximum(0.0, jnp.minimum(t / warmup, 1.0 + decay_factor * (warmup - t))),
+            "linear_warmup": lambda: jnp.minimum(1.0, ramp),
+            "linear_decay": lambda: base_learning_rate * jnp.minimum(ramp, 1.0 + decay_factor * (warmup_steps - t)),
             "rsqrt_decay": lambda: jax.lax.rsqrt(late),
-            "rsqrt_normalized_decay": lambda: jnp.sqrt(warmup / late),
+            "rsqrt_normalized_decay": lambda: jnp.sqrt(warmup_steps / late),
             "decay_every": lambda: decay_factor ** (t // steps_per_decay),
-            "cosine_decay": lambda: 0.5 * (1.0 + jnp.cos(jnp.pi * ((late - warmup) / steps_per_cycle % 1.0))),
+            "cosine_decay": lambda: 0.5 * (1.0 + jnp.cos(jnp.pi * (progress % 1.0))),
         }
         product = jnp.float32(1.0)
         for name in names:

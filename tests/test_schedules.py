@@ -1,30 +1,81 @@
-"""T5X's factors against NumPy, optax schedules, and bad input."""
+"""T5X's numbers for every product of factors, optax schedules, and bad input."""
 
+import itertools
+
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.schedules import as_schedule, create_learning_rate_scheduler
+from perex_t5x.schedules import FACTORS, as_schedule, create_learning_rate_scheduler
 
-STEPS = np.array([0, 1, 5, 10, 11, 100, 1000])
+# What T5X's function of the same name gives for each factor alone, without a floor (printed by it, in float32).
+STEPS = (0, 1, 50, 100, 101, 150, 1000, 2100, 20000)
+T5X = {
+    "constant": (0.001, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001),
+    "linear_warmup": (0, 0.01, 0.5, 1, 1, 1, 1, 1, 1),
+    "linear_decay": (0, 1e-05, 0.0005, 0.001, 0.0001, -0.044, -0.809, -1.799, -17.909),
+    "rsqrt_decay": (0.1, 0.1, 0.1, 0.1, 0.0995037, 0.0816497, 0.0316228, 0.0218218, 0.00707107),
+    "rsqrt_normalized_decay": (1, 1, 1, 1, 0.995037, 0.816497, 0.316228, 0.218218, 0.0707107),
+    "decay_every": (1, 1, 1, 1, 1, 1, 0.9, 0.81, 0.121577),
+    "cosine_decay": (1, 1, 1, 1, 0.999999, 0.998459, 0.578217, 1, 0.00615588),
+}
+ARGUMENTS = {
+    "base_learning_rate": 0.001,
+    "warmup_steps": 100,
+    "decay_factor": 0.9,
+    "steps_per_decay": 1000,
+    "steps_per_cycle": 2000,
+}
+
+
+def rates(*factors, **changes):
+    schedule = create_learning_rate_scheduler(" * ".join(factors), **{**ARGUMENTS, **changes})
+    return np.asarray(schedule(jnp.array(STEPS)))
+
+
+def test_every_product_of_factors_is_t5xs():
+    assert set(T5X) == set(FACTORS)
+    products = [c for n in range(1, len(T5X) + 1) for c in itertools.combinations(T5X, n)]
+    products += [("linear_decay", "linear_decay"), ("constant", "constant", "rsqrt_decay")]  # negative twice: positive
+    assert len(products) == 2**7 - 1 + 2
+    for factors in products:
+        wanted = np.maximum(np.prod([T5X[name] for name in factors], axis=0), 1e-8)
+        np.testing.assert_allclose(rates(*factors), wanted, rtol=1e-4, atol=2e-12, err_msg=" * ".join(factors))
 
 
 @pytest.mark.parametrize(
-    "factors,expected",
+    ("arguments", "wanted"),
     [
-        ("constant", lambda t: np.full(t.shape, 0.3)),
-        ("constant * linear_warmup", lambda t: 0.3 * np.minimum(1, t / 10)),
-        ("constant * linear_warmup * rsqrt_decay", lambda t: 0.3 * np.minimum(1, t / 10) / np.sqrt(np.maximum(t, 10))),
-        ("rsqrt_normalized_decay", lambda t: np.sqrt(10 / np.maximum(t, 10))),
-        ("decay_every", lambda t: 0.5 ** (t // 50)),
-        ("linear_decay", lambda t: np.maximum(0, np.minimum(t / 10, 1 + 0.5 * (10 - t)))),
-        ("cosine_decay", lambda t: 0.5 * (1 + np.cos(np.pi * ((np.maximum(t, 10) - 10) / 200 % 1)))),
+        # The default: constant * linear_warmup * rsqrt_decay from 0.5, 1000 steps of warm-up, at least 1e-8.
+        ({}, (1e-08, 1.58114e-05, 0.000790569, 0.00158114, 0.00159695, 0.00237171, 0.0158114, 0.0109109, 0.00353553)),
+        (
+            {"factors": "linear_decay", "base_learning_rate": 0.001, "warmup_steps": 100},
+            (1e-08, 1e-05, 0.0005, 0.001, 0.0005, 1e-08, 1e-08, 1e-08, 1e-08),
+        ),
     ],
 )
-def test_factors(factors, expected):
-    rate = create_learning_rate_scheduler(factors, 0.3, 10, 0.5, steps_per_decay=50, steps_per_cycle=200)
-    np.testing.assert_allclose([rate(t) for t in STEPS], expected(STEPS), rtol=1e-5, atol=1e-7)
+def test_products_with_t5xs_defaults(arguments, wanted):
+    found = create_learning_rate_scheduler(**arguments)(jnp.array(STEPS))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_without_warm_up():
+    """T5X's numbers where it has any: at step 0 most of them are not finite."""
+    for name, wanted in {
+        "constant": (0.001, 0.001, 0.001),
+        "linear_warmup": (1, 1, 1),
+        "linear_decay": (0.0001, -0.044, -17.999),
+        "rsqrt_decay": (1, 0.141421, 0.00707107),
+        "rsqrt_normalized_decay": (0, 0, 0),
+        "decay_every": (1, 1, 0.121577),
+        "cosine_decay": (0.999999, 0.998459, 1),
+    }.items():
+        schedule = create_learning_rate_scheduler(name, **{**ARGUMENTS, "warmup_steps": 0})
+        found = schedule(jnp.array([1, 50, 20000]))
+        np.testing.assert_allclose(found, np.maximum(wanted, 1e-8), rtol=2e-5, err_msg=name)
+        assert np.isfinite(schedule(0))
 
 
 def test_offset_and_floor():

@@ -32,6 +32,10 @@ BINDINGS = (
 )
 
 
+# The schedule has a floor of its own.
+RATE_0 = ("BASE_LEARNING_RATE = 0.0", "utils.create_learning_rate_scheduler.min_learning_rate = 0.0")
+
+
 def configure(*bindings: str, files=("models/tiny.gin", "runs/pretrain.gin")) -> None:
     """Parses the shipped files with the tiny sizes, then `bindings`."""
     gin.config._CONFIG_IS_LOCKED = False

@@ -79,7 +79,7 @@ def go_on(model_dir, source, name, *bindings):
         model_dir,
         f"INITIAL_CHECKPOINT_PATH = '{source}'",
         "TRAIN_STEPS = 5",
-        "BASE_LEARNING_RATE = 0.0",
+        *tiny.RATE_0,
         *SMALL,
         *bindings,
         files=files(name, "runs/finetune.gin"),

@@ -373,6 +373,11 @@ def _rate(base: BaseSettings, k: float, rule: str, learning_rate: float | None) 
             "the sweep sets learning rates through create_learning_rate_scheduler.base_learning_rate (or a number), but "
             "Trainer.learning_rate_fn is another schedule here. Use ours, or leave rates and batch sizes out of the sweep."
         )
+    if sum(name in ("constant", "linear_decay") for name in base.factor_names) > 1:
+        raise ConfigError(
+            f"create_learning_rate_scheduler.factors = {base.factors!r} multiplies by the base rate more than once "
+            "(linear_decay has it, too), so it does not scale as the rule says. Leave 'constant' out."
+        )
     if not isinstance(base.rate.value, int | float):
         raise ConfigError(f"{base.rate.name} = {base.rate.value!r}: must be a number.")
     rate = (base.rate.value if learning_rate is None else learning_rate) * rate_factor(rule, k)

@@ -61,7 +61,7 @@ def test_every_batch_size_is_evaluated_on_the_same_examples(base):
         "constant * linear_warmup * rsqrt_decay",
         "constant * linear_warmup * cosine_decay",
         "constant * linear_warmup * decay_every",
-        "constant * linear_decay",
+        "linear_decay",
     ],
 )
 def test_schedule_has_the_same_shape_in_examples_seen(factors):
@@ -83,6 +83,11 @@ def test_schedule_has_the_same_shape_in_examples_seen(factors):
         rates[run.batch_size] = np.asarray(schedule(jnp.arange(run.train_steps)))
     np.testing.assert_allclose(rates[64], rates[16][::4], rtol=1e-5)
     assert np.ptp(rates[16]) > 0
+
+
+def test_a_base_rate_that_is_multiplied_by_twice_is_refused():
+    with pytest.raises(ConfigError, match=r"multiplies by the base rate more than once .*Leave 'constant' out"):
+        plan("utils.create_learning_rate_scheduler.factors = 'constant * linear_decay'", batch_sizes=[16, 64])
 
 
 def test_full_rule_scales_moments_bound_and_default():
