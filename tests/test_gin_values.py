@@ -215,6 +215,9 @@ COMMANDS = {
         )
         for name in OPTIMIZERS
     },
+    "dp": Command(
+        train.train, ("models/tiny.gin", "runs/pretrain.gin", "optimizers/dp_adamw.gin"), ("NOISE_SEED = 1", *TRAIN)
+    ),
 }
 
 
@@ -270,7 +273,7 @@ def bindings_of(name: str, is_run: bool) -> st.SearchStrategy[str]:
 
 def bindings(is_run: bool = False) -> st.SearchStrategy[tuple[str, str]]:
     """(command, binding); commands are as frequent as they have arguments of their own."""
-    commands = ["train"] * 6 + ["eval", "infer", "bench", "sweep", "pairs", "pieces"] + OPTIMIZERS
+    commands = ["train"] * 6 + ["eval", "infer", "bench", "sweep", "pairs", "pieces", "dp"] + OPTIMIZERS
     chosen = [name for name in commands if COMMANDS[name].is_run or not is_run]
     return st.deferred(
         lambda: st.sampled_from(chosen).flatmap(lambda name: st.tuples(st.just(name), bindings_of(name, is_run)))
@@ -364,7 +367,7 @@ def test_every_public_configurable_with_defaults_is_fuzzed():
     assert not public - covered
 
 
-@pytest.mark.parametrize("name", ["train", "pairs", "pieces", "eval", "infer", "bench", "sweep"])
+@pytest.mark.parametrize("name", ["train", "pairs", "pieces", "eval", "infer", "bench", "sweep", "dp"])
 def test_commands_that_are_fuzzed_are_fine_as_they_are(name, tmp_path, capsys):
     """Else everything would be refused, whatever its value."""
     COMMANDS[name].configure(str(tmp_path))
