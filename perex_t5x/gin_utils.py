@@ -10,6 +10,7 @@ it, all with file and line, before any module is configured. Then gin itself par
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import io
@@ -260,6 +261,44 @@ def _parse_binding(binding: str, scan: _Scan) -> None:
     gin.parse_config(["from __gin__ import dynamic_registration", *scan.imports, binding])
 
 
+def _leave_optimizers_to_the_schedule() -> None:
+    """OPTIMIZER = @optax.adafactor(), T5X's way to write it, becomes @optax.adafactor.
+
+    The trainer's schedule is meant to give such an optimizer its rate, so the trainer makes it; with the parentheses Gin
+    would, without any rate. One whose `learning_rate` is bound keeps it, and is left as it is.
+    """
+    config = gin.config._CONFIG
+    for bound in list(config.values()):
+        name, reference = "optimizer_def", bound.get("optimizer_def")
+        seen = 0
+        while (
+            isinstance(reference, gin.config.ConfigurableReference)
+            and reference.configurable.wrapped is gin.config.macro
+        ):
+            name, bound = "value", config.get(reference.config_key, {})
+            reference, seen = bound.get(name), seen + 1
+            if seen > len(config):
+                break  # a circle, which is refused elsewhere
+        if isinstance(reference, gin.config.ConfigurableReference) and reference.evaluate and _has_no_rate(reference):
+            bound[name] = _not_called(reference)
+            logging.info("%r: the trainer's schedule gives it its learning rate, as without parentheses", reference)
+
+
+def _has_no_rate(reference: Any) -> bool:
+    """Whether it refers to something that takes a `learning_rate` and is bound to none."""
+    if "learning_rate" not in _parameters(reference.configurable.wrapper):
+        return False
+    with gin.config_scope("/".join(reference.scopes) or None):
+        bound = gin.get_bindings(reference.configurable.selector, resolve_references=False)
+    return bound.get("learning_rate") is None
+
+
+def _not_called(reference: Any) -> Any:
+    changed = copy.copy(reference)
+    changed._evaluate = False
+    return changed
+
+
 @contextlib.contextmanager
 def _plain_files_only() -> Iterator[None]:
     """Gin also looks for an included file inside Python packages of its folder's name: a folder `runs` in the working
@@ -305,6 +344,7 @@ def parse_gin_flags(
                 gin.parse_config_file(path)
             for binding in bindings:
                 _parse_binding(binding, scan)
+        _leave_optimizers_to_the_schedule()
         gin_values.check(scan.places)
         if finalize_config:
             gin.finalize()

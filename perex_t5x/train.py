@@ -200,6 +200,11 @@ class Training:
         self._bad_numbers = args.bad_numbers or BadNumbers()
         self.trainer: Trainer = args.trainer_cls(model=args.model, partitioner=args.partitioner)
         self.trainer.skip_non_finite_updates = self._bad_numbers.most_skipped > 0
+        if not self.trainer.optimizer.uses_rate:
+            logging.warning(
+                "OPTIMIZER is made with a learning rate of its own, so Trainer.learning_rate_fn is not used. To use it, "
+                "bind no learning_rate, and refer to a function that takes one, OPTIMIZER = @optax.adamw."
+            )
         self.setup = self._checked_setup() if setup is None else setup
         self._lock = run_dir.WriterLock(self.model_dir)
         weakref.finalize(self, self._lock.release)  # of one that nobody runs

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from perex_t5x import gin_utils, optimizers, schedules
+from perex_t5x import gin_utils, models, optimizers, schedules, train
 from perex_t5x.errors import ConfigError
 from tests import tiny
 from tests.trainer_support import assert_same
@@ -59,6 +59,45 @@ def test_the_rate_comes_from_the_file_and_yields_to_a_binding(name):
     optimizer = gin.query_parameter("OPTIMIZER/gin.macro.value").scoped_configurable_fn
     needs = optimizers.needs_of(optimizer, {"w": jax.ShapeDtypeStruct((2,), "float32")})
     assert (needs == ("mean",)) == (name in ("adamw", "dp_adamw", "sign_sgd", "sign_ema"))
+
+
+# --- with parentheses, as in T5X ---------------------------------------------------------------------------------------
+
+
+def optimizer_def(*bindings):
+    tiny.configure("MODEL_DIR = 'x'", "TRAIN_STEPS = 1", *bindings)
+    return gin.get_configurable(models.DecoderOnlyModel)().optimizer_def
+
+
+@pytest.mark.parametrize("name", ["optax.adafactor", "optax.adamw"])
+def test_parentheses_leave_the_rate_to_the_schedule(name):
+    without, called = optimizer_def(f"OPTIMIZER = @{name}"), optimizer_def(f"OPTIMIZER = @{name}()")
+    direct = optimizer_def(f"models.DecoderOnlyModel.optimizer_def = @{name}()")
+    none = (
+        (f"mine/{name}.learning_rate = None",) if name == "optax.adafactor" else ()
+    )  # a number is asked for elsewhere
+    scoped = optimizer_def(f"OPTIMIZER = @mine/{name}()", *none)
+    params, grads = {"w": np.ones((4, 4), np.float32)}, {"w": np.full((4, 4), 0.3, np.float32)}
+    updates = []
+    for made in (without, called, direct, scoped):
+        driven = optimizers.drive_learning_rate(made)
+        assert driven.uses_rate
+        updates.append(driven.update(grads, driven.init(params), params, 0.25)[0])
+    for other in updates[1:]:
+        assert_same(other, updates[0])
+
+
+def test_a_rate_of_its_own_is_kept_and_said(caplog, tmp_path):
+    bindings = ("OPTIMIZER = @optax.sgd()", "optax.sgd.learning_rate = 0.125")
+    driven = optimizers.drive_learning_rate(optimizer_def(*bindings))
+    assert not driven.uses_rate
+    params = {"w": np.zeros(2, np.float32)}
+    np.testing.assert_allclose(driven.update({"w": np.ones(2)}, driven.init(params), params, 9.0)[0]["w"], -0.125)
+    for wanted, optimizer in ((True, bindings), (False, ("OPTIMIZER = @optax.sgd()",))):
+        caplog.clear()
+        tiny.configure(f"MODEL_DIR = '{tmp_path}'", "TRAIN_STEPS = 1", *SMALL, *optimizer)
+        gin_utils.call(train.train, dry_run=True)
+        assert ("Trainer.learning_rate_fn is not used" in caplog.text) == wanted
 
 
 # --- from AdamW's checkpoint ------------------------------------------------------------------------------------------
