@@ -5,6 +5,8 @@ that ships with the package, so `--gin_file=runs/quickstart.gin` works from any 
 
 A first pass reads the files as text only: which macros are defined, which are used, and where. Errors are reported from
 it, all with file and line, before any module is configured. Then gin itself parses.
+
+An included file never changes what the including file itself sets, wherever in it the `include` stands. Else later wins.
 """
 
 from __future__ import annotations
@@ -64,6 +66,8 @@ class _Scan:
     defined: dict[str, Any] = field(default_factory=dict)  # macro -> last value, parsed
     used: dict[str, str] = field(default_factory=dict)  # macro -> where it is first used
     places: dict[tuple[str, str], str] = field(default_factory=dict)  # as `gin_values.check` takes them
+    includes: dict[str, list[str]] = field(default_factory=dict)  # file -> files that it includes
+    skipped: dict[str, set[int]] = field(default_factory=dict)  # file -> lines that are not its own settings
 
 
 class BindingNames(config_parser.ParserDelegate):
@@ -98,7 +102,8 @@ def find_file(filename: str, search_paths: Sequence[str], source: str) -> str:
 def _scan_statements(
     text: Any, where: str, search_paths: Sequence[str], scan: _Scan, including: tuple[str, ...] = ()
 ) -> None:
-    names = BindingNames()
+    names, own = BindingNames(), _Scan()
+    included_files, skipped = scan.includes[where], scan.skipped[where] = [], set()
     try:
         for statement in config_parser.ConfigParser(text, names):
             location = getattr(statement, "location", None)
@@ -114,15 +119,25 @@ def _scan_statements(
                 if os.path.realpath(included) in including:
                     raise ConfigError(f"{place}: {included} includes itself, directly or through others. Take it out.")
                 _scan_file(included, search_paths, scan, including)
+                included_files.append(included)
+                skipped.add(location.line_num)
             elif isinstance(statement, config_parser.BindingStatement):
                 selector = statement.selector.rpartition(".")[2] if statement.arg_name else statement.selector
                 name = f"{statement.scope}/{selector}" if statement.scope else selector
                 scan.places[name, statement.arg_name] = place
                 if not statement.arg_name:
                     scan.defined[name] = statement.value
+                if statement.value == f"%{_REQUIRED}" and not statement.arg_name:
+                    skipped.add(location.line_num)  # asks for a value, and sets none
+                else:
+                    own.places[name, statement.arg_name] = place
+                    own.defined |= {} if statement.arg_name else {name: statement.value}
             for macro in names.macros:
                 scan.used.setdefault(macro, place)
             names.macros.clear()
+        if included_files:
+            scan.places |= own.places
+            scan.defined |= own.defined
     except ConfigError:
         raise
     except SyntaxError as e:
@@ -299,12 +314,43 @@ def _not_called(reference: Any) -> Any:
     return changed
 
 
+def _parse_file(path: str, scan: _Scan) -> None:
+    """Parses a file; then once more, from the innermost included files outwards, what each sets by itself."""
+    with _plain_files_only(functools.partial(open, encoding="utf-8")):
+        gin.parse_config_file(path)
+    if scan.includes[path]:
+        with _plain_files_only(functools.partial(_own_settings, scan=scan)):
+            for file in _innermost_first(path, scan):
+                gin.parse_config_file(file)
+
+
+def _innermost_first(path: str, scan: _Scan) -> Iterator[str]:
+    for included in scan.includes[path]:
+        yield from _innermost_first(included, scan)
+    yield path
+
+
+class _NamedText(io.StringIO):
+    """Gin's errors have the name."""
+
+    name = ""
+
+
+def _own_settings(path: str, scan: _Scan) -> _NamedText:
+    """A file without its includes and without what it requires, each line where it was."""
+    with open(path, encoding="utf-8") as f:
+        lines = f.readlines()
+    text = _NamedText("".join("\n" if i in scan.skipped[path] else line for i, line in enumerate(lines, 1)))
+    text.name = path
+    return text
+
+
 @contextlib.contextmanager
-def _plain_files_only() -> Iterator[None]:
+def _plain_files_only(reader: Callable[[str], Any]) -> Iterator[None]:
     """Gin also looks for an included file inside Python packages of its folder's name: a folder `runs` in the working
     directory would do for one, and break it. Files are found by `find_file`'s rules alone."""
     readers = gin.config._FILE_READERS
-    gin.config._FILE_READERS = [(functools.partial(open, encoding="utf-8"), os.path.isfile)]
+    gin.config._FILE_READERS = [(reader, os.path.isfile)]
     try:
         yield
     finally:
@@ -316,6 +362,7 @@ def parse_gin_flags(
 ) -> None:
     """Parses Gin files (later wins), then bindings, in the names that the files' imports give.
 
+    What a file sets itself holds against the files that it includes, wherever the `include` stands.
     `train_script.train.total_steps=5`, `utils.DatasetConfig.pack=True` and plain `DatasetConfig.pack=True` all work as
     bindings. Raises `ConfigError`, with file and line, for a file that is not found, a name that is not known (with
     the nearest one), a required macro that is missing, a value that its argument cannot take.
@@ -339,11 +386,10 @@ def parse_gin_flags(
     for path in search_paths[1:]:
         gin.add_config_file_search_path(path)
     try:
-        with _plain_files_only():
-            for path in files:
-                gin.parse_config_file(path)
-            for binding in bindings:
-                _parse_binding(binding, scan)
+        for path in files:
+            _parse_file(path, scan)
+        for binding in bindings:
+            _parse_binding(binding, scan)
         _leave_optimizers_to_the_schedule()
         gin_values.check(scan.places)
         if finalize_config:

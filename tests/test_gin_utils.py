@@ -8,7 +8,7 @@ import pytest
 
 from perex_t5x import gin_utils, models, train, utils
 from perex_t5x.errors import ConfigError
-from tests import tiny
+from tests import fuzzing, tiny
 
 SHIPPED = Path(gin_utils.shipped_gin_dir())
 FILES = ["models/tiny.gin", "runs/pretrain.gin"]
@@ -147,6 +147,72 @@ def test_written_configuration_can_be_read_again(tmp_path):
         assert gin.get_configurable(utils.DatasetConfig)().batch_size == 4
     gin_utils.summarize_gin_config(str(tmp_path))
     assert (tmp_path / "config.gin").read_text() == text and not (tmp_path / "config.1.gin").exists()
+
+
+# --- includes ---------------------------------------------------------------------------------------------------------
+
+
+HEAD = "from __gin__ import dynamic_registration\n"
+
+
+def rate(tmp_path, text, *more, **files):
+    """BASE_LEARNING_RATE after parsing a file, and files given after it."""
+    for name, content in files.items():
+        (tmp_path / f"{name}.gin").write_text(HEAD + content)
+    (tmp_path / "mine.gin").write_text(HEAD + text)
+    fuzzing.forget_gin()
+    parse(files=["models/tiny.gin", "runs/pretrain.gin", str(tmp_path / "mine.gin"), *more])
+    return gin.query_parameter("%BASE_LEARNING_RATE")
+
+
+@pytest.mark.parametrize("order", [("runs/pretrain.gin", "models/tiny.gin"), ("models/tiny.gin", "runs/pretrain.gin")])
+@pytest.mark.parametrize("how", ["flags", "includes"])
+def test_run_and_model_files_go_in_any_order(order, how, tmp_path):
+    """In T5X's, too: a model file has no learning rate."""
+    files = list(order)
+    if how == "includes":
+        (tmp_path / "mine.gin").write_text(HEAD + "".join(f"include '{name}'\n" for name in order))
+        files = [str(tmp_path / "mine.gin")]
+    parse(files=files)
+    assert gin.query_parameter("%BASE_LEARNING_RATE") == 0.001
+    assert gin.query_parameter("optax.adamw.b2") == 0.98
+
+
+@pytest.mark.parametrize("name", sorted(str(p.relative_to(SHIPPED)) for p in (SHIPPED / "models").glob("*.gin")))
+def test_no_model_file_sets_what_is_the_run_files(name):
+    parse(*(["VOCABULARY_FILE='x'"] if "t5_1_1" in name else []), files=["runs/pretrain.gin", name])
+    assert gin.query_parameter("%BASE_LEARNING_RATE") == 0.001
+
+
+def test_includes_do_not_change_what_the_including_file_sets(tmp_path):
+    assert rate(tmp_path, "BASE_LEARNING_RATE = 0.5\ninclude 'optimizers/adamw.gin'\n") == 0.5
+    assert rate(tmp_path, "include 'optimizers/adamw.gin'\nBASE_LEARNING_RATE = 0.5\n") == 0.5
+    assert rate(tmp_path, "include 'optimizers/adamw.gin'\n") == 0.008  # it sets none itself
+    # Of several files the later one wins, includes and all.
+    assert rate(tmp_path, "BASE_LEARNING_RATE = 0.5\ninclude 'b.gin'\n", b="") == 0.5
+    assert rate(tmp_path, "BASE_LEARNING_RATE = 0.5\ninclude 'b.gin'\n", "optimizers/adamw.gin", b="") == 0.008
+    two = "include 'b.gin'\ninclude 'c.gin'\n"
+    assert rate(tmp_path, two, b="BASE_LEARNING_RATE = 0.2\n", c="BASE_LEARNING_RATE = 0.3\n") == 0.3
+    # Each included file holds its own against those that it includes.
+    nested = "BASE_LEARNING_RATE = 0.2\ninclude 'c.gin'\n"
+    assert rate(tmp_path, "include 'b.gin'\n", b=nested, c="BASE_LEARNING_RATE = 0.3\n") == 0.2
+    # A required macro is not one that is set.
+    asked = "BASE_LEARNING_RATE = %gin.REQUIRED\ninclude 'b.gin'\n"
+    assert rate(tmp_path, asked, b="BASE_LEARNING_RATE = 0.2\n") == 0.2
+
+
+def test_arguments_in_blocks_hold_against_includes_too(tmp_path):
+    text = "import optax\n\noptax.adamw:\n  b2 = 0.5  # mine\n\ninclude 'optimizers/adamw.gin'\n"
+    assert rate(tmp_path, text) == 0.008
+    assert gin.query_parameter("optax.adamw.b2") == 0.5
+    assert gin.query_parameter("optax.adamw.b1") == 0.9
+
+
+def test_errors_after_an_include_still_have_file_and_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"(?s)named 'packk'.*mine.gin\", line 5"):
+        rate(tmp_path, "from perex_t5x import utils\ninclude 'b.gin'\n\nutils.DatasetConfig.packk = True\n", b="")
+    with pytest.raises(ConfigError, match=r"(?s)BASE_LEARNING_RATE, .*mine.gin, line 2\)"):
+        rate(tmp_path, "BASE_LEARNING_RATE = 'x'\ninclude 'optimizers/adamw.gin'\n")
 
 
 ALL_FILES = sorted(str(p.relative_to(SHIPPED)) for p in SHIPPED.rglob("*.gin"))
