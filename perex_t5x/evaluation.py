@@ -17,7 +17,7 @@ from perex_t5x import distributed
 from perex_t5x.data import lookup
 from perex_t5x.data.feed import Feed, batch_spec, make_feed
 from perex_t5x.errors import ConfigError, did_you_mean, first_line
-from perex_t5x.inference import BatchRunner
+from perex_t5x.inference import BatchRunner, check_outputs
 from perex_t5x.metrics import MetricSums
 from perex_t5x.models import protocol
 from perex_t5x.models.protocol import Model, feature_converter_cls
@@ -70,7 +70,24 @@ def check_inference(
                 "meaning for it: give lengths, for instance {'targets': 512}."
             )
         _check_target_field(task, config, evaluator_cls)
+    name = type(model).__name__
+    if any(task.predict_metric_fns or task.predict_with_aux_metric_fns for task in tasks):
+        check_outputs(_predicting(model), model, partitioner, config, f"{name}.predict_batch_with_aux")
+    if any(task.score_metric_fns for task in tasks):
+        check_outputs(_scoring(model), model, partitioner, config, f"{name}.score_batch")
     return tasks
+
+
+def _predicting(model: Any) -> Callable[..., Any]:
+    def predict(params: Any, batch: Any, keys_B: Any) -> Any:
+        tokens, aux = model.predict_batch_with_aux(params, batch, keys_B)
+        return tokens, aux["scores"]
+
+    return predict
+
+
+def _scoring(model: Any) -> Callable[..., Any]:
+    return lambda params, batch, keys_B: model.score_batch(params, batch)
 
 
 def _check_target_field(task: Any, config: DatasetConfig, evaluator_cls: Callable[..., Any] | None) -> None:
@@ -200,13 +217,9 @@ class InferenceEvaluator:
             ) from e
         self.folders = [f"inference_eval/{task.name}" for task in tasks]
 
-        def predict(params: Any, batch: Any, keys_B: Any) -> Any:
-            tokens, aux = model.predict_batch_with_aux(params, batch)
-            return tokens, aux["scores"]
-
         self._batch_size = config.batch_size
-        self._predict = BatchRunner(predict, partitioner, config.batch_size)
-        self._score = BatchRunner(lambda p, b, k: model.score_batch(p, b), partitioner, config.batch_size)
+        self._predict = BatchRunner(_predicting(model), partitioner, config.batch_size)
+        self._score = BatchRunner(_scoring(model), partitioner, config.batch_size)
 
     def compile(self, executor: Executor, params_shapes: Any, params_shardings: Any) -> None:
         """Nothing ahead of time: which of predicting and scoring is needed, the tasks' metrics decide."""

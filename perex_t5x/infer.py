@@ -28,7 +28,7 @@ from etils import epath
 from perex_t5x import arguments, distributed, files, gin_utils, run_dir
 from perex_t5x.arguments import Count, Interval, PositiveInt, Seed
 from perex_t5x.data import lookup
-from perex_t5x.inference import BatchRunner, check_params, paths_to_restore, restore_params
+from perex_t5x.inference import BatchRunner, check_outputs, check_params, paths_to_restore, restore_params
 from perex_t5x.models import decoding, protocol
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig
@@ -70,6 +70,13 @@ def infer(
     import seqio
 
     arguments.check("infer", arguments.hints(infer), dict(locals()))
+    sampling = {"num_decodes": num_decodes, "temperature": temperature, "top_k": top_k}
+
+    def predict(params: Any, batch: Any, keys_B: Any) -> Any:
+        tokens, aux = model.predict_batch_with_aux(params, batch, keys_B, decode_method=decode_method, **sampling)
+        return tokens, aux["scores"]
+
+    fn = (lambda p, b, k: model.score_batch(p, b)) if mode == "score" else predict
     with gin_utils.building():
         protocol.require(model, protocol.Scores if mode == "score" else protocol.Predicts, f"infer.mode = {mode!r}")
         keys = jax.random.key(random_seed)
@@ -78,6 +85,8 @@ def infer(
         converter_cls = protocol.feature_converter_cls(model)
         provider = lookup.check_evaluation(dataset_cfg, converter_cls, "DatasetConfig")
         partitioner.check_batch(dataset_cfg.batch_size, "DatasetConfig.batch_size")
+        method = "score_batch" if mode == "score" else "predict_batch_with_aux"
+        check_outputs(fn, model, partitioner, dataset_cfg, f"{type(model).__name__}.{method}")
         if dry_run:
             check_params(model, partitioner, path, restore_checkpoint_cfg, dataset_cfg)
         run_dir.prepare(output_dir, dry_run=dry_run, binding="INFER_OUTPUT_DIR")
@@ -90,13 +99,6 @@ def infer(
         gin_utils.summarize_gin_config(output_dir)
     params = restore_params(model, partitioner, path, restore_checkpoint_cfg, dataset_cfg)
 
-    sampling = {"num_decodes": num_decodes, "temperature": temperature, "top_k": top_k}
-
-    def predict(params: Any, batch: Any, keys_B: Any) -> Any:
-        tokens, aux = model.predict_batch_with_aux(params, batch, keys_B, decode_method=decode_method, **sampling)
-        return tokens, aux["scores"]
-
-    fn = (lambda p, b, k: model.score_batch(p, b)) if mode == "score" else predict
     runner = BatchRunner(fn, partitioner, dataset_cfg.batch_size, random_seed)
     written = []
     for task in seqio.get_subtasks(provider):

@@ -12,7 +12,7 @@ import numpy as np
 from flax import linen as nn
 
 from perex_t5x import checkpoint_files, checkpoints, distributed
-from perex_t5x.data.feed import batch_spec
+from perex_t5x.data.feed import batch_spec, spec_of
 from perex_t5x.errors import ConfigError
 from perex_t5x.models.protocol import Model, feature_converter_cls, sharded_dimensions
 from perex_t5x.partitioning import PjitPartitioner
@@ -62,6 +62,37 @@ def check_params(
     return shapes, shardings
 
 
+def check_outputs(
+    fn: Callable[..., Any], model: Model, partitioner: PjitPartitioner, config: DatasetConfig, what: str
+) -> None:
+    """Raises `ConfigError` if `fn(params, batch, keys_B)`, which predicts or scores, would; it is traced, not run.
+
+    So what is bound to the model's own methods is refused now, and not at the first evaluation.
+
+    Args:
+      what: begins the message.
+    """
+    partitioner.check_model(sharded_dimensions(model))
+    converter = feature_converter_cls(model)(pack=False)
+    lengths = config.task_feature_lengths or dict.fromkeys(
+        converter.TASK_FEATURES, 16
+    )  # those of the data, any will do
+    batch = spec_of(config, converter, lengths)
+    shapes = {name: x.shape for name, x in batch.items()}
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    params = jax.eval_shape(lambda k: nn.meta.unbox(model.get_initial_variables(k, shapes)["params"]), key)
+    try:
+        outputs = BatchRunner(fn, partitioner, config.batch_size).outputs(params, batch)
+    except ConfigError as e:
+        raise ConfigError(f"{what}: {e}") from e
+    ranks = [len(x.shape) for x in jax.tree.leaves(outputs)]
+    if ranks not in ([1], [2, 1]):  # scores; tokens and their scores
+        raise ConfigError(
+            f"{what}: gives arrays of {' and '.join(map(str, ranks))} dimensions, and one result for each example is "
+            "needed. Is return_all_decodes bound?"
+        )
+
+
 class BatchRunner:
     """Runs `fn(params, batch, keys_B)` over examples in batches of one size; the last is filled up with zeros.
 
@@ -82,6 +113,10 @@ class BatchRunner:
                 return fn(params, batch, keys_B)
 
         return run
+
+    def outputs(self, params: Any, batch: Any) -> Any:
+        """Shapes of what comes out for one batch; nothing is computed."""
+        return self._fn.eval_shape(params, batch, jax.ShapeDtypeStruct((self._batch_size,), jnp.uint32))
 
     def __call__(self, params: Any, examples: Iterable[tuple[int, Example]]) -> Iterator[tuple[int, Any]]:
         """Yields (index, result) of each example, results as numpy."""

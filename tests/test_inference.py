@@ -99,3 +99,67 @@ def test_prompts_are_continued(run, tmp_path):
 def test_bad_input(run, tmp_path, bindings, message):
     with pytest.raises(ConfigError, match=message):
         predict(run, tmp_path, *bindings)
+
+
+# --- what is bound to the model's own methods -------------------------------------------------------------------------
+
+PREDICTED = (f"MIXTURE_OR_TASK_NAME = '{tiny.PREDICTED_TASK}'", "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 4}")
+METHOD = "models.DecoderOnlyModel.predict_batch_with_aux"
+REFUSED = [
+    ("num_decodes = 4", "predict_batch_with_aux: decode_method 'greedy' has one result: use 'beam'"),
+    ("decode_method = 'bean'", "predict_batch_with_aux: decode_method: unknown 'bean'. Did you mean 'beam'"),
+    ("alpha = -1.0", "predict_batch_with_aux: alpha = -1.0: must not be negative"),
+    ("max_decode_len = 0", "predict_batch_with_aux: max_decode_len = 0: must be at least 1"),
+    ("return_all_decodes = True", "gives arrays of 3 and 2 dimensions.* Is return_all_decodes bound"),
+]
+
+
+def dry_run(command, run, output, *bindings):
+    """Of a training with a decoding evaluation, of an evaluation, or of an inference."""
+    if command == "train":
+        from perex_t5x import train
+
+        evaluation = [
+            "train_script.train.infer_eval_dataset_cfg = @infer_eval/utils.DatasetConfig()",
+            f"infer_eval/utils.DatasetConfig.mixture_or_task_name = '{tiny.PREDICTED_TASK}'",
+            "infer_eval/utils.DatasetConfig.task_feature_lengths = {'inputs': 8, 'targets': 4}",
+            "infer_eval/utils.DatasetConfig.split = 'validation'",
+            "infer_eval/utils.DatasetConfig.batch_size = 16",
+            "infer_eval/utils.DatasetConfig.shuffle = False",
+            "infer_eval/utils.DatasetConfig.seed = 42",
+        ]
+        tiny.configure(f"MODEL_DIR = '{output}'", "TRAIN_STEPS = 1", *evaluation, *bindings)
+        return gin_utils.call(train.train, dry_run=True)
+    name, function = {"eval": ("EVAL", eval_script.evaluate), "infer": ("INFER", infer.infer)}[command]
+    own = (f"CHECKPOINT_PATH = '{run}'", f"{name}_OUTPUT_DIR = '{output}'")
+    configure(f"runs/{command}.gin", *own, *PREDICTED, *bindings)
+    return gin_utils.call(function, dry_run=True)
+
+
+@pytest.mark.parametrize(("binding", "message"), REFUSED)
+def test_a_dry_run_of_training_refuses_what_its_evaluation_would(binding, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        dry_run("train", None, tmp_path, f"{METHOD}.{binding}")
+
+
+def test_dry_runs_of_evaluation_and_inference_do_too(run, tmp_path):
+    for binding, message in (REFUSED[0], REFUSED[-1]):
+        with pytest.raises(ConfigError, match=message):
+            dry_run("eval", run, tmp_path, f"{METHOD}.{binding}")
+    for binding, message in (REFUSED[3], REFUSED[-1]):  # the other arguments are those of `infer`
+        with pytest.raises(ConfigError, match=message):
+            dry_run("infer", run, tmp_path, f"{METHOD}.{binding}")
+
+
+def test_what_a_dry_run_accepts_evaluates(run, tmp_path, capsys):
+    """Beams and samples, too: the evaluation has keys to draw with."""
+    for n, bindings in enumerate(
+        [
+            (f"{METHOD}.decode_method = 'beam'", f"{METHOD}.num_decodes = 2"),
+            (f"{METHOD}.decode_method = 'temperature'", f"{METHOD}.num_decodes = 2", f"{METHOD}.top_k = 3"),
+        ]
+    ):
+        dry_run("train", None, tmp_path / f"t{n}", *bindings)
+        dry_run("eval", run, tmp_path / f"e{n}", *bindings)
+    assert list(evaluate(run, tmp_path / "samples", *PREDICTED, *bindings)) == [4]
+    assert capsys.readouterr().out.count("the configuration is fine") == 4

@@ -11,6 +11,7 @@ from perex_t5x import gin_utils
 
 TASK = "uneven_documents_lm"
 PAIRS_TASK = "uneven_pairs"  # the same with inputs, for encoder-decoder models
+PREDICTED_TASK = "uneven_predictions"  # the same, evaluated by predictions
 LENGTH = 16
 
 BINDINGS = (

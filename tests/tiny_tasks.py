@@ -7,7 +7,7 @@ import seqio
 import tensorflow as tf
 
 from perex_t5x.data import metrics, preprocessors
-from tests.tiny import PAIRS_TASK, TASK
+from tests.tiny import PAIRS_TASK, PREDICTED_TASK, TASK
 
 
 def _documents(split: str) -> list[str]:
@@ -37,19 +37,23 @@ if TASK not in seqio.TaskRegistry.names():
         metric_fns=[metrics.log_likelihood],
     )
 
-if PAIRS_TASK not in seqio.TaskRegistry.names():
-    feature = seqio.Feature(seqio.ByteVocabulary(), add_eos=True)
-    seqio.TaskRegistry.add(
-        PAIRS_TASK,
-        source=seqio.FunctionDataSource(
-            _dataset, splits=("train", "validation"), num_input_examples={"train": 60, "validation": 60}
-        ),
-        preprocessors=[
-            functools.partial(seqio.preprocessors.rekey, key_map={"inputs": "text", "targets": "text"}),
-            seqio.preprocessors.tokenize,
-            seqio.preprocessors.append_eos,
-        ],
-        output_features={"inputs": feature, "targets": feature},
-        postprocess_fn=metrics.text_and_tokens,
-        metric_fns=[metrics.log_likelihood],
-    )
+for _name, _metric in (
+    (PAIRS_TASK, metrics.log_likelihood),
+    (PREDICTED_TASK, metrics.exact_match_and_token_accuracy(seqio.ByteVocabulary())),
+):
+    if _name not in seqio.TaskRegistry.names():
+        feature = seqio.Feature(seqio.ByteVocabulary(), add_eos=True)
+        seqio.TaskRegistry.add(
+            _name,
+            source=seqio.FunctionDataSource(
+                _dataset, splits=("train", "validation"), num_input_examples={"train": 60, "validation": 60}
+            ),
+            preprocessors=[
+                functools.partial(seqio.preprocessors.rekey, key_map={"inputs": "text", "targets": "text"}),
+                seqio.preprocessors.tokenize,
+                seqio.preprocessors.append_eos,
+            ],
+            output_features={"inputs": feature, "targets": feature},
+            postprocess_fn=metrics.text_and_tokens,
+            metric_fns=[_metric],
+        )
