@@ -104,19 +104,51 @@ def check(path: str, shapes: TrainState, config: RestoreCheckpointConfig | None 
 def leaves_given(
     path: str, shapes: TrainState, config: RestoreCheckpointConfig | None, parts: tuple[str, ...]
 ) -> set[str]:
-    """Names of the leaves that `restore` with these arguments would read. Raises `ConfigError` if it would."""
-    return set(_sources(path, _wanted(shapes, parts), config))
+    """Names of the leaves that `restore` with these arguments would read. Raises `ConfigError` if it would.
+
+    Says which of the checkpoint's parameters the model has not, and would be left out.
+    """
+    sources, saved = _sources(path, _wanted(shapes, parts), config)
+    rules = (config.assignment_map if config else None) or ()
+    left_out = sorted(
+        name
+        for name in set(saved) - set(sources.values())
+        if name.startswith("target/") and not any(re.fullmatch(pattern, name) for pattern, _ in rules)
+    )
+    if left_out:
+        logging.warning(
+            "checkpoint %s has %d parameters that the model has not; they are left out: %s",
+            path,
+            len(left_out),
+            _some(left_out),
+        )
+    return set(sources)
+
+
+def _check_map(path: str, wanted: Mapping[str, Any], saved: Mapping[str, Any], config: RestoreCheckpointConfig) -> None:
+    """Raises for a rule that concerns no leaf, of the run or of the checkpoint: it is misspelt."""
+    if not any(name.startswith("state/") for name in wanted):
+        return  # parameters alone are wanted: the optimizer's rules have nothing to match
+    for pattern, _ in config.assignment_map or ():
+        if not any(re.fullmatch(pattern, name) for name in (*wanted, *saved)):
+            raise ConfigError(
+                f"RestoreCheckpointConfig.assignment_map: {pattern!r} matches no leaf of this run, and none of {path}. A "
+                f"rule has to match a whole name, such as {next(iter(wanted))!r}."
+            )
 
 
 def _wanted(shapes: TrainState, parts: tuple[str, ...]) -> dict[str, Any]:
     return {k: v for k, v in flatten(shapes.state_dict()).items() if k.split("/")[0] in parts}
 
 
-def _sources(path: str, wanted: Mapping[str, Any], config: RestoreCheckpointConfig | None) -> dict[str, str]:
-    """Which of the checkpoint's leaves each wanted leaf is read from; all of them have the wanted shapes."""
+def _sources(
+    path: str, wanted: Mapping[str, Any], config: RestoreCheckpointConfig | None
+) -> tuple[dict[str, str], Mapping[str, Any]]:
+    """Which of the checkpoint's leaves each wanted leaf is read from, all of the wanted shapes; and all of its leaves."""
     with _readable(path):
         saved = flatten(ocp.PyTreeCheckpointHandler().metadata(epath.Path(path) / "state").tree)
     try:
+        _check_map(path, wanted, saved, config or RestoreCheckpointConfig())
         sources = _assign(path, wanted, saved, config or RestoreCheckpointConfig())
         _check_shapes(path, wanted, saved, sources)
     except ConfigError as e:
@@ -126,7 +158,7 @@ def _sources(path: str, wanted: Mapping[str, Any], config: RestoreCheckpointConf
             f"{e} This is the run's own checkpoint, which is always restored as a whole: for a change like this start "
             f"a new MODEL_DIR with RestoreCheckpointConfig.path = {path!r}."
         ) from e
-    return sources
+    return sources, saved
 
 
 @contextlib.contextmanager
@@ -162,7 +194,7 @@ def restore(
     wanted = _wanted(shapes, parts)
     places = flatten(shardings.state_dict())
     with ocp.PyTreeCheckpointer() as checkpointer:
-        sources = _sources(path, wanted, config)
+        sources, _ = _sources(path, wanted, config)
         item = {}
         for name, source in sources.items():
             dtype = config.dtype if config and config.dtype and name.startswith("target/") else wanted[name].dtype

@@ -130,6 +130,9 @@ def test_other_data_is_refused_when_resuming(whole_run):
         tiny.train(model_dir, "TRAIN_STEPS = 9", "BATCH_SIZE = 32")
 
 
+DRY = "train_script.train.dry_run = True"
+
+
 def finetune(model_dir, source, *bindings):
     return tiny.train(
         model_dir,
@@ -176,6 +179,25 @@ def test_switching_the_optimizer(whole_run, tmp_path):
     assert step == 9
     for x, y in zip(jax.tree.leaves(before.params), jax.tree.leaves(state.params), strict=True):
         np.testing.assert_array_equal(x, y)  # at rate 0 the restored parameters stay
+
+
+def test_what_a_restore_leaves_out_is_said(whole_run, tmp_path, caplog):
+    """Parameters that the model has not; and a rule that concerns nothing is misspelt."""
+    model_dir, _ = whole_run
+    source, fresh = model_dir / "checkpoint_8", "('.*param_states.*', None)"
+    rules = "utils.RestoreCheckpointConfig.assignment_map = [{}]"
+    message = r"assignment_map: '\.\*relpos_bias\.\*' matches no leaf of this run.*whole name, such as 'target/decoder/"
+    with pytest.raises(ConfigError, match=message):
+        finetune(tmp_path / "a", source, rules.format(f"{fresh}, ('.*relpos_bias.*', None)"), DRY)
+    one_layer = "models.T5Config.num_decoder_layers = 1"
+    said = "parameters that the model has not; they are left out: target/decoder/layers_1/"
+    for rule, expected in ((fresh, True), (f"{fresh}, ('.*layers_1.*', None)", False)):
+        caplog.clear()
+        finetune(tmp_path / "b", source, one_layer, rules.format(rule), DRY)
+        assert (said in caplog.text) == expected
+    caplog.clear()
+    finetune(tmp_path / "c", source, DRY)
+    assert "left out" not in caplog.text
 
 
 def test_fallback_to_scratch_initialises_what_is_missing(whole_run, tmp_path):

@@ -224,8 +224,8 @@ class BaseTransformerModel(abc.ABC):
     def summarize_metrics(self, sums: Mapping[str, float], objective: float) -> dict[str, float]:
         """See `perex_t5x.models.protocol.SummarizesMetrics`.
 
-        `loss` is the objective that was optimised (divided by W); `loss_per_nonpadding_target_token` is Σ loss / Σ target
-        tokens, whatever W is.
+        `loss` is the objective that was optimised (divided by W); `loss_per_nonpadding_target_token` is Σ loss / Σ loss
+        weights, whatever W is: of a prefix language model, per token of the continuation.
         """
 
         def ratio(numerator: float, denominator: float) -> float:
@@ -239,7 +239,7 @@ class BaseTransformerModel(abc.ABC):
             "loss": objective,
             "cross_ent_loss": (loss - z_loss) * scale,
             "z_loss": z_loss * scale,
-            "loss_per_nonpadding_target_token": ratio(loss, tokens),
+            "loss_per_nonpadding_target_token": ratio(loss, sums["weights"]),
             "loss_per_all_target_tokens": ratio(loss, all_tokens),
             "cross_ent_loss_per_all_target_tokens": ratio(loss - z_loss, all_tokens),
             "z_loss_per_all_target_tokens": ratio(z_loss, all_tokens),

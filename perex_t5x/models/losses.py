@@ -110,13 +110,13 @@ def loss_weights(batch: Mapping[str, jax.Array], factor: LossNormalizingFactor) 
 
 
 def normalizer(batch: Mapping[str, jax.Array], factor: LossNormalizingFactor) -> jax.Array:
-    """W of the batch given: what its summed loss is divided by. At least 1 where it counts something.
+    """W of the batch given: what its summed loss is divided by. 1 where there is nothing to count.
 
     | factor | W |
     |---|---|
     | None | 1 |
     | a number | the number |
-    | 'NUM_REAL_TARGET_TOKENS' | targets that are not padding |
+    | 'NUM_REAL_TARGET_TOKENS' | the sum of the loss weights; without them, targets that are not padding |
     | 'NUM_TOTAL_TARGET_TOKENS' | all targets, B · T |
     | 'AVERAGE_PER_SEQUENCE' | sequences that have any weight (see `loss_weights`) |
 
@@ -126,7 +126,8 @@ def normalizer(batch: Mapping[str, jax.Array], factor: LossNormalizingFactor) ->
     """
     targets_BxT = batch["decoder_target_tokens"]
     if factor == "NUM_REAL_TARGET_TOKENS":
-        return jnp.maximum(jnp.sum(targets_BxT > 0, dtype=jnp.float32), 1.0)
+        total = jnp.sum(raw_loss_weights(batch))
+        return jnp.where(total > 0, total, 1.0)
     if factor == "NUM_TOTAL_TARGET_TOKENS":
         return jnp.float32(targets_BxT.size)
     if factor == "AVERAGE_PER_SEQUENCE":

@@ -36,7 +36,7 @@ class Model(Protocol):
         """
 
     def loss_normalizer(self, batch: Batch) -> jax.Array:
-        """W, what the summed loss of the global batch is divided by: a float32 scalar, at least 1."""
+        """W, what the summed loss of the global batch is divided by: a float32 scalar, above 0."""
 
     def loss_fn(
         self, params: Any, batch: Batch, dropout_rng: jax.Array | None, normalizer: jax.Array

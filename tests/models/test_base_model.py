@@ -41,7 +41,10 @@ def test_sums_from_the_logits():
         "examples": 3,
     }
     close(sums, expected)
-    close(loss, expected["loss"] / 20)
+    close(loss, expected["loss"] / 18)
+    logged = model.summarize_metrics({name: float(x) for name, x in sums.items()}, float(loss))
+    close(logged["loss_per_nonpadding_target_token"], expected["loss"] / 18)
+    close(logged["nonpadding_fraction"], 20 / 27)
     assert {x.dtype for x in sums.values()} == {jnp.dtype("float32")}
     close(jit(model.eval_fn)(p, features)[0], loss)
     close(jit(model.score_batch)(p, features), -(nll * weights).sum(-1))

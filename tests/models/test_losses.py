@@ -60,6 +60,18 @@ def test_average_per_sequence_weighs_packed_segments_alike():
     assert float(losses.normalizer(rows, "AVERAGE_PER_SEQUENCE")) == pytest.approx(2)
 
 
+def test_real_target_tokens_are_counted_by_their_loss_weights_as_in_t5x():
+    """A prefix language model: the inputs are among the targets, with weight 0."""
+    batch = {"decoder_target_tokens": jnp.array([[5, 6, 7, 1, 0], [5, 6, 7, 8, 1]])}
+    assert float(losses.normalizer(batch, "NUM_REAL_TARGET_TOKENS")) == 9
+    batch["decoder_loss_weights"] = jnp.array([[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]])
+    assert float(losses.normalizer(batch, "NUM_REAL_TARGET_TOKENS")) == 4
+    batch["decoder_loss_weights"] = jnp.array([[0, 0, 0.25, 0.25, 0], [0, 0, 0, 0, 0.25]])
+    assert float(losses.normalizer(batch, "NUM_REAL_TARGET_TOKENS")) == 0.75
+    batch["decoder_loss_weights"] = jnp.zeros((2, 5))
+    assert float(losses.normalizer(batch, "NUM_REAL_TARGET_TOKENS")) == 1
+
+
 def test_a_batch_of_padding_has_no_loss_and_no_nan():
     batch = {"decoder_target_tokens": jnp.zeros((2, 3), jnp.int32)}
     for factor in losses.NORMALIZERS:
