@@ -148,14 +148,14 @@ def _noised_mean(statistics: GradStatistics, privacy: Privacy, key: jax.Array) -
 
 
 def dp_epsilon(*, noise_multiplier: float, steps: int, delta: float, sampling_probability: float = 1.0) -> float:
-    """ε of (ε, δ) differential privacy after `steps` steps of `dp`, for adding or removing one example.
+    """ε of (ε, δ) differential privacy after `steps` steps of `dp`, for adding, removing or zeroing out one example.
 
     By the privacy loss distribution of dp-accounting (the extra [dp]), an upper bound. Two uses:
 
     - Poisson sampling: every step takes every example with probability q, independently. `sampling_probability=q`, B = q·N.
     - Every example is in at most `steps` steps, at places that do not depend on the data, as in k epochs of a shuffled data
-      set: `steps=k` and the default, `sampling_probability=1`. That holds for this package's feeds. ε is larger, since it
-      does not count on nobody knowing which examples a step has.
+      set: `steps=k` and the default, `sampling_probability=1`. That holds for this package's feeds, for zeroing out (the
+      other examples keep their places). ε is larger, since it does not count on nobody knowing which examples a step has.
 
     Args:
       noise_multiplier: σ.
