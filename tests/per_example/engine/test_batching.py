@@ -25,6 +25,7 @@ PROGRAMS = {
     "shapes": (lambda x, y: jnp.broadcast_to(x.reshape(1, 20, 1)[0].T, (2, 1, 20)) + y, (4, 5), (2, 1, 20)),
     "reductions": (lambda x, y: jnp.sum(x, (0, 2)) + jnp.max(y, 1) + jnp.prod(y, 1), (4, 5, 2), (5, 4)),
     "slices": (lambda x, y: x[1:, ::2] + y[:, :-1], (4, 5), (3, 4)),
+    "slices of scalars": (lambda x, y: jax.lax.slice(x, (), (), ()) * y, (), ()),
     "padding": (lambda x, y: jax.lax.pad(x, y, [(1, 0, 0), (0, 2, 1)]), (4, 5), ()),
     "product": (lambda x, y: x @ y, (4, 5), (5, 2)),
     "product of several axes": (lambda x, y: jnp.einsum("abc,cda->db", x, y), (2, 3, 4), (4, 5, 2)),
