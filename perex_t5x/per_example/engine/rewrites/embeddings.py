@@ -81,7 +81,7 @@ def one_hot_products(program: core.ClosedJaxpr, batched: Sequence[bool], wanted:
             free = set(range(len(jaxprs.shape_of(eqn.invars[k])))) - set(eqn.params["dimension_numbers"][0][k])
             # Anything else that the product keeps of the one-hot operand would be an axis of the gradient besides classes.
             if free == {axis} and one_hot.shape[one_hot.axis] >= SMALLEST_TABLE:
-                rules[id(eqn)] = functools.partial(_scattered, k, one_hot)
+                rules[id(eqn)] = Rule(functools.partial(_scattered, k, one_hot), [one_hot.ids])
     return rewritten(program, rules)
 
 
@@ -207,7 +207,7 @@ def _after_scatters(program: core.ClosedJaxpr, wanted: tuple[int, ...]) -> dict[
             if scatter is not None and _adds_rows_to_zeros(scatter, sources):
                 rule = _rule_after(eqn, k, sources)
                 if rule is not None:
-                    rules[id(eqn)] = functools.partial(rule, scatter)
+                    rules[id(eqn)] = Rule(functools.partial(rule, scatter), scatter.invars)
     return rules
 
 
