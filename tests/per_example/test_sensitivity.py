@@ -44,7 +44,7 @@ def total(stats):
         ({"clip_norm": {"w": 0.3, "v": 0.4}}, None, Sensitivity(0.5, N)),
         ({"clip_norm": lambda norms: 0.1}, None, None),  # whatever it returns
     ],
-    ids=str,
+    ids=range(10),
 )
 def test_what_it_says(options, weights, expected):
     params, x = problem()

@@ -110,7 +110,8 @@ def of_compiled_program(function, case):
 
 
 def assert_coverage_is_true(name, size_of):
-    """Nothing is larger than in the plain gradient's program, than two parameters, or than what coverage says is held."""
+    """Nothing is larger than twice the largest array of the plain gradient's program, than two parameters, or than what
+    coverage says is held. (Rows of two lookups in one table are put together: twice.)"""
     case = zoo.make(name, large=True)
     loss = (lambda *arguments: case.loss(*arguments)[0]) if case.options.get("has_aux") else case.loss
     options = {"strict": True, **case.options}
@@ -119,7 +120,7 @@ def assert_coverage_is_true(name, size_of):
     parameter = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(case.params))
     plain = size_of(jax.value_and_grad(loss), case)
     mine = size_of(per_example.grad_statistics(case.loss, **options), case)
-    assert mine <= 1.01 * max(plain, 2 * parameter, said)
+    assert mine <= max(2 * plain, 2 * parameter, said)
 
 
 SURGERY = [name for name in zoo.NAMES if "method" not in zoo.make(name).options]
@@ -127,7 +128,8 @@ SURGERY = [name for name in zoo.NAMES if "method" not in zoo.make(name).options]
 
 @pytest.mark.parametrize("name", SURGERY)
 def test_what_coverage_says_is_true_of_the_program(name):
-    assert_coverage_is_true(name, of_program)
+    # Filters are reduced differently by platform, and a traced program has all of them.
+    assert_coverage_is_true(name, of_compiled_program if name.startswith(("conv", "resnet")) else of_program)
 
 
 @pytest.mark.slow

@@ -278,9 +278,8 @@ def _held(
     held: set[core.Var] = set()
     for eqn in jaxpr.eqns:
         for v in eqn.outvars if id(eqn) not in forward else ():
-            if v in for_all and (
-                _grows(v, eqn, depends) or any(x in held for x in eqn.invars if isinstance(x, core.Var))
-            ):
+            from_held = any(x in held for x in eqn.invars if isinstance(x, core.Var))
+            if v in for_all and (from_held or jaxprs.size_of(v) > activation or _grows(v, eqn, depends)):
                 held.add(v)
     return held
 

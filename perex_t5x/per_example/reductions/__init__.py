@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +45,8 @@ def _first_applicable(site: ReductionSite) -> ReductionResult:
 
 def _all_at_once(site: ReductionSite) -> ReductionResult:
     in_axes = tuple(0 if b else None for b in site.batched)
-    g_Nx = jax.vmap(site.gradient, in_axes=in_axes)(*site.leaves)
+    # `windows.bind` is for one example at a time.
+    g_Nx = jax.vmap(functools.partial(site.gradient, bind=jaxprs.bind), in_axes=in_axes)(*site.leaves)
     return reducer.all_at_once(site.context, g_Nx, "all at once", initial=site.spec.initial)
 
 

@@ -283,10 +283,10 @@ class ReductionSite:
     leaves: Sequence[Any]
     batched: Sequence[bool]
 
-    def gradient(self, *leaves: Any) -> jax.Array:
-        """One example's gradient, from its leaves."""
+    def gradient(self, *leaves: Any, bind: Callable[..., list[Any]] = windows.bind) -> jax.Array:
+        """One example's gradient, from its leaves; `bind` applies an equation."""
         env: dict[Any, Any] = dict(zip(self.node.leaves, leaves, strict=True))
-        jaxprs.run_equations(self.node.eqns, env, windows.bind)
+        jaxprs.run_equations(self.node.eqns, env, bind)
         # float32 before φ: in bfloat16, squares and the sums over examples would be rounded to eight bits.
         return constrain(at_least_f32(self.spec.pre(env[self.node.root])), self.spec.sharding)
 
