@@ -143,6 +143,21 @@ def test_with_norms_first_and_microbatches(name, strategy):
         np.testing.assert_allclose(a, e, rtol=2e-4, atol=2e-5 * float(jnp.max(jnp.abs(e))))
 
 
+@pytest.mark.parametrize("name", ["merged", "layers_merged_before"])
+def test_metrics_and_clipping_by_parameter(name):
+    """Numbers of whole gradients that come out of one cone, each parameter clipped by itself; against vmap."""
+    loss, params = CASES[name]
+    limits = jax.tree.map(lambda p: 0.5 + 0.1 * p.ndim, params)
+    metrics = (per_example.metrics.norm(per_parameter=True), per_example.metrics.sketch(4))
+    options = {"clip_norm": limits, "metrics": metrics}
+    mine, expected = (
+        jax.jit(per_example.grad_statistics(loss, SOME, method=method, **options))(params, X)
+        for method in ("surgery", "vmap")
+    )
+    for a, e in zip(*map(jax.tree.leaves, (mine, expected)), strict=True):
+        np.testing.assert_allclose(a, e, rtol=2e-4, atol=2e-5 * float(jnp.max(jnp.abs(e))))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_held_for_all_examples(name):
     """Many examples: no intermediate is as large as a quarter of all their gradients, whatever vmap's are."""
