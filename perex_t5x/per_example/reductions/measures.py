@@ -164,11 +164,12 @@ def _in_order(precision: Any) -> Any:
 
 
 def _of_rows(site: ReductionSite, term: Term, v: jax.Array) -> jax.Array | None:
-    rows = Rows.of(site, term) if all(x in site.node.leaves for x in term.eqn.invars[1:]) else None
+    rows = Rows.of(site, [term]) if all(x in site.node.leaves for x in term.eqn.invars[1:]) else None
     if rows is None:
         return None
-    v_NxTxD = v.at[rows.ids_NxT].get(mode="fill", fill_value=0)
-    return jnp.sum(v_NxTxD * rows.sums_NxTxD, axis=(1, 2))
+    v_NxTxD = v.reshape(len(v), -1).at[rows.ids_NxT].get(mode="fill", fill_value=0)
+    inner_N = jnp.sum(v_NxTxD * rows.sums_NxTxD, axis=(1, 2))
+    return inner_N if rows.absent_NxD is None else inner_N + jnp.sum(rows.absent_NxD, axis=1)
 
 
 # --- any function of a whole gradient ---------------------------------------------------------------------------------
@@ -214,8 +215,8 @@ def _gram(site: ReductionSite) -> jax.Array:
     if product is not None and product.has_wide_range:
         return _gram_of_products(product)
     only = terms(site.node)
-    if only is not None and len(only) == 1 and only[0].eqn.primitive.name == "scatter-add":
-        embedding = Rows.of(site, only[0])
+    if only and all(term.eqn.primitive.name == "scatter-add" for term in only):
+        embedding = Rows.of(site, only)
         if embedding is not None:
             return _gram_of_rows(embedding)
     return _gram_of_blocks(rows, gradient, n, size)
@@ -251,7 +252,11 @@ def _gram_of_rows(rows: Rows) -> jax.Array:
         same = ids_T[:, None, None] == rows.ids_NxT[None]
         return jnp.sum(jnp.where(same, products_TxNxU, 0.0), axis=(0, 2))
 
-    return jax.lax.map(against_all, (rows.ids_NxT, rows.sums_NxTxD))
+    gram_NxN = jax.lax.map(against_all, (rows.ids_NxT, rows.sums_NxTxD))
+    if rows.absent_NxD is None:
+        return gram_NxN
+    absent_N = jnp.sum(rows.absent_NxD, axis=1)  # 0 or NaN, whatever it is multiplied by
+    return gram_NxN + absent_N[:, None] + absent_N[None]
 
 
 def _gram_of_blocks(rows: list[Any], gradient: Callable[..., jax.Array], n: int, size: int) -> jax.Array:

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from perex_t5x import per_example
 from perex_t5x.per_example.engine.rewrites import embeddings
+from perex_t5x.per_example.reductions import measures
 from tests.per_example.loop_reference import SOME, STATISTICS, assert_matches, norms, single_gradients
 from tests.per_example.test_memory import largest
 
@@ -293,3 +294,21 @@ def test_on_two_devices(name, check_vma):
         lambda p, b: compute(p, b)[0], mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
     )
     assert_matches(jax.jit(of_all)(params, batch), single_gradients(loss, params, batch), SOME)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"), [("per_position", 1.0), ("used_twice", 1.0), ("one_hot_twice", 1.0), ("one_hot_twice", jnp.nan)]
+)
+def test_inner_products_and_the_gram_matrix(name, bad, monkeypatch):
+    """From rows alone; gradients of all examples would be too much memory."""
+    monkeypatch.setattr(measures, "GRAM_BYTES", 0)
+    loss, (params, batch) = CASES[name], inputs()
+    batch["x"] = batch["x"].at[2, 1, 2].set(bad)
+    v = {"e": normal(5, VOCABULARY, WIDTH)}
+    wanted = [per_example.metrics.inner_product("v", "inner"), per_example.metrics.gram("gram")]
+    compute = per_example.grad_statistics(loss, "mean", metrics=wanted)
+    _, aux = jax.jit(lambda p, b: compute(p, b, operands={"v": v}))(params, batch)
+    g_Nx = np.stack([g["e"].reshape(-1) for g in single_gradients(loss, params, batch)])
+    expected = {"inner": g_Nx @ np.asarray(v["e"], np.float64).reshape(-1), "gram": g_Nx @ g_Nx.T}
+    for metric, e in expected.items():
+        np.testing.assert_allclose(aux.metrics[metric], e, rtol=1e-4, atol=1e-4)
