@@ -1,5 +1,6 @@
 """Gin files found from anywhere; errors named with their place and the nearest known name; every shipped file works."""
 
+import re
 from pathlib import Path
 
 import gin
@@ -157,9 +158,11 @@ HEAD = "from __gin__ import dynamic_registration\n"
 
 def rate(tmp_path, text, *more, **files):
     """BASE_LEARNING_RATE after parsing a file, and files given after it."""
+    # Gin's search path only grows, so other tests' folders come first: a test's included files have names of their own.
+    own = lambda text: re.sub(r"include '(\w+)\.gin'", rf"include '{tmp_path.name}_\1.gin'", text)  # noqa: E731
     for name, content in files.items():
-        (tmp_path / f"{name}.gin").write_text(HEAD + content)
-    (tmp_path / "mine.gin").write_text(HEAD + text)
+        (tmp_path / f"{tmp_path.name}_{name}.gin").write_text(HEAD + own(content))
+    (tmp_path / "mine.gin").write_text(HEAD + own(text))
     fuzzing.forget_gin()
     parse(files=["models/tiny.gin", "runs/pretrain.gin", str(tmp_path / "mine.gin"), *more])
     return gin.query_parameter("%BASE_LEARNING_RATE")

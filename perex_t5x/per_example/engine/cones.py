@@ -151,7 +151,7 @@ def _grown(
         # An equation that makes other values besides cannot be run for one example at a time alone.
         if not inputs or eqn.effects or not all(v in side for v in eqn.outvars if not isinstance(v, core.DropVar)):
             continue
-        size = max(jaxprs.size_of(v) for v in eqn.outvars)
+        size = max((jaxprs.size_of(v) for v in eqn.outvars), default=0)
         # With shared arrays alone an activation's cotangent may grow, too: r @ w.T, of a wide layer.
         from_activations = len(inputs) > 1 and size > max(_size_before_broadcast(v, sources) for v in inputs)
         begins = id(eqn) not in entered and (from_activations or size > activation)
