@@ -148,14 +148,14 @@ def run(
                 site = site_of(node, spec)
                 return measures.with_metrics(site, held.hold(site) if context.hold else select_reduction(site))
             case Joint(cone=cone, index=k):
-                site = site_of(node.alone, spec)
                 if context.hold:
+                    site = site_of(node.alone, spec)
                     return measures.with_metrics(site, held.hold(site))
                 if id(cone) not in jointly:
                     bound = {i: (context.bound(one.parameter, one.operands), one) for i, one in joint[id(cone)].items()}
                     jointly[id(cone)] = reducer.jointly(cone, *leaves_of(cone), bound)
                 reduced = reducer.with_held(jointly[id(cone)][k], node, context.num_examples)
-                return measures.with_metrics(site, reduced)
+                return measures.with_metrics(site_of(node.alone, spec), reduced) if context.metrics else reduced
             case Materialized(var=v):
                 value, flag = read(v)
                 bound = context.bound(spec.parameter, spec.operands)

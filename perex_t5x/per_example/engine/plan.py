@@ -134,18 +134,14 @@ class Plan:
 
 def inputs_of(node: Node) -> Iterator[core.Var]:
     """The variables that must have values before the node can be reduced."""
-    match node:
-        case Permuted(child=child) | Mapped(child=child) | CrossDeviceSum(child=child):
-            yield from inputs_of(child)
-        case Concatenated(parts=parts):
-            for _, _, child in parts:
-                yield from inputs_of(child)
-        case Materialized(var=v) if isinstance(v, core.Var):
-            yield v
-        case Producer(leaves=leaves) | Joint(cone=cones.Cone(leaves=leaves)):
-            yield from leaves
-        case InControlFlow(eqn=eqn, index=i):
-            yield eqn.outvars[i]  # the reduction inside is done when its loop, branch or remat has run
+    for end in ends_of(node):
+        match end:
+            case Materialized(var=v) if isinstance(v, core.Var):
+                yield v
+            case Producer(leaves=leaves) | Joint(cone=cones.Cone(leaves=leaves)):
+                yield from leaves
+            case InControlFlow(eqn=eqn, index=i):
+                yield eqn.outvars[i]  # the reduction inside is done when its loop, branch or remat has run
 
 
 def make_plan(
@@ -200,7 +196,7 @@ def make_plan(
         needed = _needed(jaxpr, nodes, deferred)
         return deferred, needed, {v for v in needed if v in sources and id(sources[v][0]) not in deferred}
 
-    _, _, for_all = run_for_all()
+    deferred, needed, for_all = run_for_all()
     ends = [end for node in nodes.values() for end in ends_of(node)]
     entered = {id(end.eqn) for end in ends if isinstance(end, InControlFlow)}
     roots = [v for end in ends if isinstance(v := _root(end), core.Var)]
@@ -210,7 +206,7 @@ def make_plan(
             for k, root in enumerate(cone.roots):
                 joint.setdefault(root, []).append(Joint(cone, k))
         nodes = {i: _with_ends(node, lambda end: _taken(joint, end)) for i, node in nodes.items()}
-    deferred, needed, for_all = run_for_all()
+        deferred, needed, for_all = run_for_all()
     activation = cones.largest_activation(jaxpr, side, for_all, depends)
     held = _held(jaxpr, wanted, side & for_all, depends, activation)
     nodes = {i: _with_ends(node, lambda end: _with_held(end, held, sources)) for i, node in nodes.items()}

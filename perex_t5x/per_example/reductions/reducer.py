@@ -19,7 +19,6 @@ Every reduction adds to `ReductionSpec.initial` where given, so that microbatche
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -350,23 +349,11 @@ def shared(context: ReductionContext, spec: ReductionSpec, g: jax.Array) -> Redu
 
 def one_at_a_time(site: ReductionSite) -> ReductionResult:
     """A loop over examples: one gradient and the sums exist at a time."""
-    context, spec = site.context, site.spec
-    rows = [leaf for leaf, b in zip(site.leaves, site.batched, strict=True) if b]
-
-    def gradient(rows: Sequence[Any]) -> jax.Array:
-        row = iter(rows)
-        return site.gradient(*(next(row) if b else leaf for leaf, b in zip(site.leaves, site.batched, strict=True)))
-
-    # Σ g² here as well: a second look at the gradient would be a second product.
-    def step(sums: list[jax.Array], x: Any) -> tuple[list[jax.Array], Any]:
-        row, weight, scale = x
-        g = gradient(row)
-        return context.added(sums, g, weight, scale), jnp.sum(jnp.square(g)) if context.norms else None
-
-    g = jax.eval_shape(gradient, [jaxprs.struct(jax.typeof(x), x.shape[1:]) for x in rows])
-    begin = context.begin(spec.initial, g.shape, g.dtype, spec.sharding)
-    sums, squares = over_examples(step, begin, (rows, context.weights_N, context.scales_N), context.num_examples)
-    return ReductionResult(sums, squares, "one at a time", math.prod(g.shape) * g.dtype.itemsize)
+    node = site.node
+    cone = Cone(node.eqns, (node.root,), node.leaves)
+    result = jointly(cone, site.leaves, site.batched, {0: (site.context, site.spec)})[0]
+    dtype = jax.eval_shape(lambda x: at_least_f32(site.spec.pre(x)), jaxprs.struct(node.root.aval)).dtype
+    return dataclasses.replace(result, transient_bytes=jaxprs.size_of(node.root) * dtype.itemsize)
 
 
 def jointly(
