@@ -277,26 +277,44 @@ def _parse_binding(binding: str, scan: _Scan) -> None:
 
 
 def _leave_optimizers_to_the_schedule() -> None:
-    """OPTIMIZER = @optax.adafactor(), T5X's way to write it, becomes @optax.adafactor.
+    """OPTIMIZER = @optax.adafactor(), T5X's way to write it, becomes @optax.adafactor; so in lists of optimizers.
 
     The trainer's schedule is meant to give such an optimizer its rate, so the trainer makes it; with the parentheses Gin
     would, without any rate. One whose `learning_rate` is bound keeps it, and is left as it is.
     """
-    config = gin.config._CONFIG
-    for bound in list(config.values()):
-        name, reference = "optimizer_def", bound.get("optimizer_def")
-        seen = 0
-        while (
-            isinstance(reference, gin.config.ConfigurableReference)
-            and reference.configurable.wrapped is gin.config.macro
-        ):
-            name, bound = "value", config.get(reference.config_key, {})
-            reference, seen = bound.get(name), seen + 1
-            if seen > len(config):
-                break  # a circle, which is refused elsewhere
-        if isinstance(reference, gin.config.ConfigurableReference) and reference.evaluate and _has_no_rate(reference):
-            bound[name] = _not_called(reference)
-            logging.info("%r: the trainer's schedule gives it its learning rate, as without parentheses", reference)
+    for bound in list(gin.config._CONFIG.values()):
+        for name in bound:
+            if name in _OPTIMIZER_ARGUMENTS:
+                _leave_to_the_schedule(bound, name)
+
+
+_OPTIMIZER_ARGUMENTS = ("optimizer_def", "transformations", "traversals_and_optimizers")
+
+
+def _leave_to_the_schedule(bound: dict[str, Any], name: str) -> None:
+    """In one binding, and in the macro that it may refer to."""
+    config, value, seen = gin.config._CONFIG, bound[name], 0
+    while isinstance(value, gin.config.ConfigurableReference) and value.configurable.wrapped is gin.config.macro:
+        name, bound = "value", config.get(value.config_key, {})
+        value, seen = bound.get(name), seen + 1
+        if seen > len(config):
+            return  # a circle, which is refused elsewhere
+    if name in bound:
+        bound[name] = _left_to_the_schedule(value)
+
+
+def _left_to_the_schedule(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_left_to_the_schedule(item) for item in value)
+    if isinstance(value, gin.config.ConfigurableReference):
+        if value.configurable.wrapped is gin.config.macro:
+            bound = gin.config._CONFIG.get(value.config_key, {})
+            if "value" in bound:
+                _leave_to_the_schedule(bound, "value")
+        elif value.evaluate and _has_no_rate(value):
+            logging.info("%r: the trainer's schedule gives it its learning rate, as without parentheses", value)
+            return _not_called(value)
+    return value
 
 
 def _has_no_rate(reference: Any) -> bool:

@@ -130,6 +130,7 @@ class Trainer:
             clip_memory=clip_memory,
         )
         _check_options(self.options)
+        self._boxed_params: Any = None
         self.optimizer = drive_learning_rate(model.optimizer_def)
 
     def replace(self, *, optimizer_def: Any = None, **changes: Any) -> Trainer:
@@ -160,9 +161,10 @@ class Trainer:
         """
         rate = self.learning_rate_fn(state.step) if learning_rate is None else learning_rate
         gradient = self.gradient(state, batch)
-        updates, opt_state = self.optimizer.update(
-            gradient.mean, state.opt_state, state.params, rate, statistics=gradient.statistics
-        )
+        with optimizers.surroundings(self._boxed_params, state.step):
+            updates, opt_state = self.optimizer.update(
+                gradient.mean, state.opt_state, state.params, rate, statistics=gradient.statistics
+            )
         params = optax.apply_updates(state.params, updates)
         metrics: dict[str, Any] = {"objective": gradient.loss, "sums": gradient.sums, "scalars": {}}
         if self.skip_non_finite_updates:
@@ -181,8 +183,8 @@ class Trainer:
 
     def gradient(self, state: TrainState, batch: Batch) -> Gradient:
         """Loss, metric sums, gradient, and the statistics that the optimizer reads."""
-        needs, shardings = self.needs(state.params), self.param_shardings(batch)
-        options = self.gradient_options(state.params)
+        shardings = self.param_shardings(batch)
+        needs, options = self.needs(state.params), self.gradient_options(state.params)
         if _is_plain(needs, options):
             return batch_gradient(self.model, state, batch, shardings, options)
         operands = optimizers.operands_of(state.opt_state)
@@ -190,7 +192,8 @@ class Trainer:
 
     def needs(self, params: Any) -> tuple[str | Statistic, ...]:
         """The statistics that the optimizer reads; `params` may be shapes."""
-        return optimizers.needs_of(self.model.optimizer_def, params)
+        with optimizers.surroundings(self._boxed_params):
+            return optimizers.needs_of(self.model.optimizer_def, params)
 
     def has_plain_gradient(self, params: Any) -> bool:
         """Whether the mean is all that is asked for, so that examples need not be told apart; `params` may be shapes."""
@@ -198,7 +201,8 @@ class Trainer:
 
     def gradient_options(self, params: Any) -> GradientOptions:
         """`options`, with what a private optimizer (`optimizers.dp`) asks for; `params` may be shapes."""
-        privacy = optimizers.privacy_of(self.model.optimizer_def, params)
+        with optimizers.surroundings(self._boxed_params):
+            privacy = optimizers.privacy_of(self.model.optimizer_def, params)
         return self.options if privacy is None else self.options.private(privacy.clip_norm)
 
     def monitor_step(self, state: TrainState, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
@@ -226,11 +230,14 @@ class Trainer:
     def init_state(self, seed_key: jax.Array, input_shapes: InputShapes) -> TrainState:
         """A fresh state; traceable. The parameters' and the dropout's keys are independent."""
         params_key, run_key = jax.random.split(seed_key)
-        params = nn.meta.unbox(self.model.get_initial_variables(params_key, input_shapes)["params"])
+        boxed = self.model.get_initial_variables(params_key, input_shapes)["params"]
+        params = nn.meta.unbox(boxed)
+        with optimizers.surroundings(boxed):
+            opt_state = self.optimizer.init(params)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=self.optimizer.init(params),
+            opt_state=opt_state,
             rng=jax.random.key_data(run_key),
             monitor=None if self.monitor is None else self.monitor.init(params),
         )
@@ -238,7 +245,9 @@ class Trainer:
     def boxed_params(self, input_shapes: InputShapes) -> Any:
         """Shapes of the parameters, each boxed with its logical axis names where it has any."""
         key = jax.eval_shape(lambda: jax.random.key(0))
-        return jax.eval_shape(lambda k: self.model.get_initial_variables(k, input_shapes)["params"], key)
+        boxed = jax.eval_shape(lambda k: self.model.get_initial_variables(k, input_shapes)["params"], key)
+        self._boxed_params = boxed  # for the optimizer, which may want to know the axes
+        return boxed
 
     def param_shardings(self, batch: Batch) -> ParamShardings:
         """The parameters' shardings inside the step; `batch` may be shapes."""
@@ -455,7 +464,8 @@ class Trainer:
         clip_norm = self.gradient_options(params).clip_norm
         bound = None if clip_norm is None else Sensitivity(clip_norm)
         statistics = GradStatistics(averages, one, np.int32(1), one, one, self.options.group_size, sensitivity=bound)
-        return self.optimizer.update(params, opt_state, params, one, statistics=statistics)
+        with optimizers.surroundings(self._boxed_params):
+            return self.optimizer.update(params, opt_state, params, one, statistics=statistics)
 
 
 def _is_plain(needs: tuple[str | Statistic, ...], options: GradientOptions) -> bool:

@@ -13,17 +13,42 @@ from perex_t5x.optimizers.base import (
     privacy_of,
 )
 from perex_t5x.optimizers.clipping import clip_by_global_norm
+from perex_t5x.optimizers.combined import (
+    MultiOptimizer,
+    OptaxWrapper,
+    adabelief,
+    adagrad,
+    adamw,
+    chain,
+    fromage,
+    lamb,
+    lars,
+    lion,
+    noisy_sgd,
+    radam,
+    rmsprop,
+    sgd,
+    wrap_optax_optimizer,
+    yogi,
+)
 from perex_t5x.optimizers.differential_privacy import dp, dp_epsilon
 from perex_t5x.optimizers.learning_rate import RateDriven, drive_learning_rate
 from perex_t5x.optimizers.moments import scale_by_moments, second_moment
 from perex_t5x.optimizers.operand_family import micro_clip, micro_lion
 from perex_t5x.optimizers.sign_family import micro_sign, scale_by_sign, sign_ema, sign_sgd
+from perex_t5x.optimizers.surroundings import surroundings
 
 __all__ = [
+    "MultiOptimizer",
+    "OptaxWrapper",
     "Privacy",
     "RateDriven",
     "StatisticsTransformation",
+    "adabelief",
+    "adagrad",
     "adam",
+    "adamw",
+    "chain",
     "clip_by_global_norm",
     "descend",
     "dp",
@@ -31,7 +56,11 @@ __all__ = [
     "drive_learning_rate",
     "eve",
     "from_statistics",
+    "fromage",
     "inverse_batch_size",
+    "lamb",
+    "lars",
+    "lion",
     "logged",
     "micro_adam",
     "micro_adam_msq",
@@ -40,12 +69,19 @@ __all__ = [
     "micro_lion",
     "micro_sign",
     "needs_of",
+    "noisy_sgd",
     "operands_of",
     "privacy_of",
+    "radam",
+    "rmsprop",
     "scale_by_eve",
     "scale_by_moments",
     "scale_by_sign",
     "second_moment",
+    "sgd",
     "sign_ema",
     "sign_sgd",
+    "surroundings",
+    "wrap_optax_optimizer",
+    "yogi",
 ]

@@ -69,7 +69,8 @@ def drive_learning_rate(optimizer_def: Any) -> RateDriven:
     def update(grads: Any, state: Any, params: Any, learning_rate: jax.Array, **extra: Any) -> tuple[Any, Any]:
         return make(learning_rate).update(grads, state, params, **extra)
 
-    return RateDriven(make(1.0).init, update, uses_rate=True)
+    made = make(1.0)  # one that is combined of several knows whether any of them is driven
+    return RateDriven(made.init, update, uses_rate=getattr(made, "uses_rate", True))
 
 
 def rate_of_built(state: Any) -> Any | None:

@@ -29,7 +29,8 @@ def files(name, run="runs/pretrain.gin"):
 
 def test_which_are_shipped():
     assert {
-        "adamw", "dp_adamw", "eve", "micro_adam", "micro_adam_msq", "micro_adam_var", "micro_clip", "micro_lion",
+        "adafactor", "adamw", "dp_adamw", "eve", "micro_adam", "micro_adam_msq", "micro_adam_var", "micro_clip",
+        "micro_lion",
         "micro_sign", "sign_ema", "sign_sgd",
     } == set(SHIPPED)  # fmt: skip
 
@@ -58,7 +59,7 @@ def test_the_rate_comes_from_the_file_and_yields_to_a_binding(name):
     assert rate("BASE_LEARNING_RATE = 0.125") == 0.125
     optimizer = gin.query_parameter("OPTIMIZER/gin.macro.value").scoped_configurable_fn
     needs = optimizers.needs_of(optimizer, {"w": jax.ShapeDtypeStruct((2,), "float32")})
-    assert (needs == ("mean",)) == (name in ("adamw", "dp_adamw", "sign_sgd", "sign_ema"))
+    assert (needs == ("mean",)) == (name in ("adafactor", "adamw", "dp_adamw", "sign_sgd", "sign_ema"))
 
 
 # --- with parentheses, as in T5X ---------------------------------------------------------------------------------------
@@ -98,6 +99,44 @@ def test_a_rate_of_its_own_is_kept_and_said(caplog, tmp_path):
         tiny.configure(f"MODEL_DIR = '{tmp_path}'", "TRAIN_STEPS = 1", *SMALL, *optimizer)
         gin_utils.call(train.train, dry_run=True)
         assert ("Trainer.learning_rate_fn is not used" in caplog.text) == wanted
+
+
+COMBINED = {
+    "a chain, driven": (
+        "OPTIMIZER = @optimizers.chain()",
+        "optimizers.chain.transformations = [@optax.clip(), @optax.sgd()]",
+    ),
+    "a chain of a macro": (
+        "OPTIMIZER = @optimizers.chain()",
+        "optimizers.chain.transformations = %PARTS",
+        "PARTS = [@optax.clip(), @optax.sgd()]",
+    ),
+    "a chain, with a schedule of its own": (
+        "OPTIMIZER = @optimizers.chain()",
+        "optimizers.chain.transformations = [@optax.clip(), @optax.sgd()]",
+        "optax.sgd.learning_rate = @optax.constant_schedule()",
+        "optax.constant_schedule.value = 0.5",
+    ),
+    "several": (
+        "OPTIMIZER = @optimizers.MultiOptimizer()",
+        "optimizers.MultiOptimizer.traversals_and_optimizers = [('w', @optimizers.chain()), ('b', @optax.sgd())]",
+        "optimizers.chain.transformations = [@optax.clip(), @optax.sgd()]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", COMBINED)
+def test_optimizers_are_combined_in_gin(kind, tmp_path):
+    file = tmp_path / "combined.gin"
+    lines = ("from __gin__ import dynamic_registration", "import optax", "from perex_t5x import optimizers")
+    file.write_text("\n".join((*lines, *COMBINED[kind], "optax.clip.max_delta = 1.0")))
+    tiny.configure("MODEL_DIR = 'x'", "TRAIN_STEPS = 1", files=("models/tiny.gin", "runs/pretrain.gin", str(file)))
+    driven = optimizers.drive_learning_rate(gin.get_configurable(models.DecoderOnlyModel)().optimizer_def)
+    assert driven.uses_rate == (kind != "a chain, with a schedule of its own")
+    params, grads = {"w": np.zeros(2, np.float32), "b": np.zeros(1)}, {"w": np.array([0.5, 4.0]), "b": np.array([4.0])}
+    updates, _ = driven.update(grads, driven.init(params), params, 0.5)
+    np.testing.assert_allclose(updates["w"], [-0.25, -0.5])
+    np.testing.assert_allclose(updates["b"], [-2.0 if kind == "several" else -0.5])
 
 
 # --- from AdamW's checkpoint ------------------------------------------------------------------------------------------
