@@ -34,6 +34,10 @@ from etils import epath
 from flax import traverse_util
 
 from perex_t5x import background, buckets
+from perex_t5x.best_checkpoints import (  # noqa: F401 (of this module's interface)
+    OrbaxCheckpointManagerInterface,
+    SaveBestCheckpointer,
+)
 from perex_t5x.checkpoint_files import (
     DamagedError,
     absolute,  # noqa: F401 (of this module's interface)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from absl import logging
 
 from perex_t5x import distributed
+from perex_t5x.actions import TRAIN, ActionMode, Actions
 from perex_t5x.bad_numbers import BadNumbers, Watch
 from perex_t5x.checkpoints import Checkpointer
 from perex_t5x.cli import status
@@ -95,6 +97,10 @@ class Loop:
       unlogged: of a resumed run, the sums of the steps since its last log line, as its checkpoint has them; None: none.
       bad_numbers: what is done about losses and updates that are not finite, or too large.
       watched: of a resumed run, what its checkpoint has of that; None: nothing.
+      actions: may end the run; None: none.
+      ended: whether the actions had ended it before it was resumed.
+      evaluate_first: whether the state it starts with is evaluated, too.
+      gc_period: steps between runs of Python's garbage collector, which otherwise comes when it likes; 0: it does.
       evaluated: of a resumed run, the folders that have metrics of the step at which it starts. What is due there and not
         among them is made up for: a run may be stopped or killed between a checkpoint and the end of its evaluation. None: a
         run that starts.
@@ -124,6 +130,10 @@ class Loop:
         bad_numbers: BadNumbers | None = None,
         watched: Mapping[str, Any] | None = None,
         evaluated: Collection[str] | None = None,
+        actions: Actions | None = None,
+        ended: bool = False,
+        evaluate_first: bool = False,
+        gc_period: int = 0,
     ):
         self._trainer, self._step_fn, self._feed = trainer, step_fn, feed
         self._evaluators, self._checkpointer, self._writer = evaluators, checkpointer, writer
@@ -135,12 +145,15 @@ class Loop:
         self._stop = stop
         self._recorder = recorder or Recorder()
         self._evaluated = evaluated
+        self._actions, self._ended = actions or Actions(), ended
+        self._evaluate_first, self._gc_period = evaluate_first, gc_period
         self._bad_numbers = bad_numbers or BadNumbers()
         self._watch = Watch(self._bad_numbers, watched)
         self._sums = MetricSums(trainer.model, unlogged)
         self._clock = _Stopwatch((unlogged or {}).get("seconds", 0.0))
         self._pending: tuple[int, Any] | None = None
         self._latest: dict[str, float] = {}
+        self._stats: Mapping[str, float] = {}  # the newest log line
         self._failed_saves = 0
         self._flops = flops_per_step(trainer.model, feed.element_spec)
 
@@ -156,8 +169,9 @@ class Loop:
 
     def _train(self, state: TrainState, interrupts: Interrupts) -> TrainState:
         step = int(state.step)
-        if step >= self._last_step:
-            logging.info("already at step %d of %d: nothing to train.", step, self._last_step)
+        if step >= self._last_step or self._ended:
+            why = "an action has ended the run" if self._ended else "nothing to train"
+            logging.info("already at step %d of %d: %s.", step, self._last_step, why)
             return state
         sharding = self._trainer.partitioner.data_sharding
         shardings = {name: sharding for name in self._feed.element_spec}
@@ -165,9 +179,9 @@ class Loop:
         self._clock.resume()
         self._recorder.write(self._writer.put)
         try:
-            with self._make_progress(step, self._last_step) as self._progress:
+            with self._make_progress(step, self._last_step) as self._progress, self._garbage_collected():
                 first = step
-                while step < self._last_step:
+                while step < self._last_step and not self._ended:
                     # A stream may fill its buffers before the first batch.
                     distributed.doing(f"reading the batch of step {step + 1}", patient=step == first)
                     with self._recorder.phase("data"):
@@ -190,16 +204,32 @@ class Loop:
                     self._pending = (step, metrics)
                     stopping = interrupts.stop_here()
                     self._after_step(step, state, stopping, interrupts)
+                    if self._gc_period and step % self._gc_period == 0:
+                        gc.collect()
                     if stopping or interrupts.stop_here():  # the signal may have come during an evaluation
                         self._save(step, state, last=True)
                         self._wait_for_checkpoint(step, state)
                         raise KeyboardInterrupt(self._farewell(step))
+                if self._ended:
+                    self._save(step, state, last=True)
                 distributed.doing("finishing", patient=True)
         finally:
             batches.close()
         self._wait_for_checkpoint(step, state)
         self._recorder.done()
         return state
+
+    @contextlib.contextmanager
+    def _garbage_collected(self) -> Iterator[None]:
+        """Python's own garbage collection is off where it has a period."""
+        on = gc.isenabled()
+        if self._gc_period:
+            gc.disable()
+        try:
+            yield
+        finally:
+            if on:
+                gc.enable()
 
     def _wait_for_checkpoint(self, step: int, state: TrainState) -> None:
         """Until the last step is stored: a write that has failed is tried again, and ends the run if it still fails."""
@@ -242,6 +272,9 @@ class Loop:
         self._profiler.raise_errors()
         last = stopping or step == self._last_step
         evaluate = not stopping and self._is_evaluated(step)
+        if ActionMode.TRAIN in self._actions and (step % self._stats_period == 0 or last):
+            self._read_pending()
+            self._ended |= self._actions.run(ActionMode.TRAIN, state, {TRAIN: self._stats})
         if not (last or evaluate or self._checkpointer.is_due(step, last)):
             return
         self._read_pending()  # also sees that the loss is finite before anything is saved
@@ -249,7 +282,7 @@ class Loop:
             with self._recorder.phase("save"):
                 self._save(step, state, last)
             if evaluate:
-                self._evaluate(step, state.params, interrupts)
+                self._evaluate(step, state, interrupts)
 
     def _save(self, step: int, state: TrainState, last: bool) -> None:
         """Saves if it is due. A state that is not finite is neither saved nor a run's result.
@@ -289,21 +322,24 @@ class Loop:
         )
 
     def _is_evaluated(self, step: int) -> bool:
-        return bool(self._evaluators) and (step % self._eval_period == 0 or step == self._last_step)
+        period = self._eval_period
+        return bool(self._evaluators and period) and (step % period == 0 or step == self._last_step)
 
     def _make_up_for_evaluation(self, state: TrainState, interrupts: Interrupts) -> None:
-        """Evaluates the state that a resumed run starts with, if that was due and has not come to its end."""
-        step = int(state.step)
-        if self._evaluated is None or not self._is_evaluated(step):
+        """Evaluates the state that a run starts with, if that is asked for, or was due and has not come to its end."""
+        step, evaluated = int(state.step), set(self._evaluated or ())
+        is_missing = self._evaluated is not None and self._is_evaluated(step)
+        if not is_missing and not self._evaluate_first:
             return
-        if {folder for evaluator in self._evaluators for folder in evaluator.folders} <= set(self._evaluated):
+        if {folder for evaluator in self._evaluators for folder in evaluator.folders} <= evaluated:
             return
-        logging.info("the evaluation of step %d is missing: it is made up for", step)
-        self._evaluate(step, state.params, interrupts, leave_out=self._evaluated)
+        if is_missing:
+            logging.info("the evaluation of step %d is missing: it is made up for", step)
+        self._evaluate(step, state, interrupts, leave_out=evaluated)
         if interrupts.stop_here():
             raise KeyboardInterrupt(self._farewell(step))
 
-    def _evaluate(self, step: int, params: Any, interrupts: Interrupts, leave_out: Collection[str] = ()) -> None:
+    def _evaluate(self, step: int, state: TrainState, interrupts: Interrupts, leave_out: Collection[str] = ()) -> None:
         """Writes the metrics of all folders but `leave_out`. Asked to stop it returns at once, to be made up for later."""
 
         def between_batches() -> None:
@@ -316,10 +352,11 @@ class Loop:
         with self._recorder.phase("evaluate"), contextlib.suppress(_AskedToStopError):
             for evaluator in self._evaluators:
                 if not leave_out or not set(evaluator.folders) <= set(leave_out):
-                    metrics = evaluator.evaluate(step, params, between_batches)
+                    metrics = evaluator.evaluate(step, state.params, between_batches)
                     results |= {k: v for k, v in metrics.items() if k not in leave_out}
                     self._write_evaluation(step, {k: v for k, v in metrics.items() if k not in leave_out})
             self._checkpointer.evaluated(step, results)
+            self._ended |= self._actions.run_evaluation(state, results)
 
     def _write_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         for folder, metrics in results.items():
@@ -370,6 +407,8 @@ class Loop:
         )
         goodput = self._recorder.goodput().metrics
         values = {**self._sums.summary(), **timing, **mfu, **goodput, **scalars, **self._skipped()}
+        self._stats = values
+        self._checkpointer.trained(step, values)
         self._writer.write("train", step, values)
         self._recorder.write(self._writer.put, due=False)
         self._sums = MetricSums(self._trainer.model)

@@ -63,6 +63,8 @@ def steps_to_keep(steps: Collection[int], config: SaveCheckpointConfig | None, v
     kept = set(sorted(steps)[-config.keep :])
     if config.keep_every:
         kept |= {step for step in steps if step % config.keep_every == 0}
+    if config.keep_unmeasured:
+        kept |= {step for step in steps if step not in values}
     if config.keep_best:
         sign = 1 if config.keep_best_mode == "min" else -1
         measured = [step for step in steps if math.isfinite(values.get(step, math.nan))]
@@ -220,6 +222,8 @@ class Checkpointer:
             return False
         if last or bool(self._config.period and step % self._config.period == 0):
             return True
+        if step in (self._config.checkpoint_steps or ()):
+            return True
         if self._by_time[0] != step:
             self._by_time = (step, self._is_time(step))
         return self._by_time[1]
@@ -243,12 +247,19 @@ class Checkpointer:
             return
         for folder, metrics in results.items():
             self._note_value(folder, step, metrics)
+        if self._config.keeps_best_of_training:
+            return
         if step not in self._values and results:
             known = [f"{folder}/{name}" for folder, metrics in results.items() for name in metrics]
             raise ConfigError(
                 f"SaveCheckpointConfig.keep_best_metric = {self._best_metric!r}: the evaluation of step {step} has no such "
                 f"metric.{did_you_mean(self._best_metric, known)} It has {', '.join(known)}."
             )
+
+    def trained(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Takes a log line of training."""
+        if self._config is not None and self._config.keeps_best_of_training:
+            self._note_value("train", step, metrics)
 
     def _note_value(self, folder: str, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
@@ -265,6 +276,8 @@ class Checkpointer:
         tree = state.state_dict()
         if self._config is not None and self._config.dtype is not None:
             tree["target"] = jax.tree.map(lambda x: _cast(x, np.dtype(self._config.dtype)), tree["target"])
+        for transformation in self._config.state_transformation_fns if self._config else ():
+            tree = _transformed(transformation, tree)
         items = {"state": ocp.args.PyTreeSave(tree), "run": ocp.args.JsonSave(dict(run))}
         if feed is not None:
             items["data"] = FeedSave(feed, step)
@@ -376,6 +389,19 @@ class Checkpointer:
             f"{cause}, fix that and start the same command again: it resumes from the newest one.",
             e,
         )
+
+
+def _transformed(transformation: Callable[..., Any], tree: dict[str, Any]) -> dict[str, Any]:
+    """What one of `SaveCheckpointConfig.state_transformation_fns` makes of a state."""
+    name = getattr(transformation, "__name__", repr(transformation))
+    made = transformation(tree, jax.tree.map(lambda _: None, tree))
+    made = made[0] if isinstance(made, tuple) else made  # T5X's return the second argument, too
+    if not isinstance(made, Mapping) or "state" not in made:
+        raise ConfigError(
+            f"SaveCheckpointConfig.state_transformation_fns: {name} returned {type(made).__name__}, not a state "
+            "{'target': ..., 'state': ...}."
+        )
+    return dict(made)
 
 
 def _cast(x: Any, dtype: np.dtype) -> Any:

@@ -41,7 +41,8 @@ from perex_t5x import (
     run_dir,
     saving,
 )
-from perex_t5x.arguments import Interval, PositiveInt, Seed, hints
+from perex_t5x.actions import ActionMap, ActionMode, Actions
+from perex_t5x.arguments import Count, Interval, PositiveInt, Seed, hints
 from perex_t5x.arguments import check as check_arguments
 from perex_t5x.bad_numbers import BadNumbers, SkippingFeed, to_leave_out
 from perex_t5x.cli import status
@@ -67,9 +68,9 @@ def train(
     partitioner: PjitPartitioner,
     trainer_cls: Callable[..., Trainer],
     model_dir: str,
-    total_steps: PositiveInt,
+    total_steps: Count,
     eval_steps: Annotated[int, Interval("[-1, ∞)")] | None = 20,
-    eval_period: PositiveInt = 1000,
+    eval_period: Count = 1000,
     stats_period: PositiveInt | None = None,
     relative_steps: PositiveInt | None = None,
     random_seed: Seed | None = None,
@@ -79,6 +80,15 @@ def train(
     bad_numbers: BadNumbers | None = None,
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None,
     dump_hlo: bool = False,
+    actions: ActionMap | None = None,
+    run_eval_before_training: bool = False,
+    gc_period: Count = 0,
+    verify_matching_vocabs_fn: Callable[..., None] | None = lookup.verify_matching_vocabs,
+    concurrent_metrics: bool = True,
+    use_orbax: bool = True,
+    get_dataset_fn: Callable[..., Any] | None = None,
+    train_eval_get_dataset_fn: Callable[..., Any] | None = None,
+    train_state_initializer_cls: Callable[..., Any] | None = None,
     dry_run: bool = False,
 ) -> tuple[int, TrainState]:
     """Trains, and returns (last step, state).
@@ -93,9 +103,9 @@ def train(
       partitioner: the mesh.
       trainer_cls: makes the trainer from (model, partitioner); in Gin `@trainer.Trainer`.
       model_dir: everything the run writes is in here.
-      total_steps: the step to stop at, earlier training included.
+      total_steps: the step to stop at, earlier training included. 0, with `run_eval_before_training`: nothing is trained.
       eval_steps: batches per evaluation; None: the whole split.
-      eval_period: steps between evaluations.
+      eval_period: steps between evaluations, the last step's besides; 0: none while training.
       stats_period: steps between log lines; None: `eval_period`, at most 100.
       relative_steps: stop this many steps after the restored one, instead of at `total_steps`.
       random_seed: of initialisation and dropout; None: drawn once, and kept by the checkpoint.
@@ -105,6 +115,13 @@ def train(
       bad_numbers: what is done about losses and updates that are not finite; None: the first one stops the run.
       profile_steps: (first, last) steps to write a profiler trace of.
       dump_hlo: write the step as the compiler gets it and as it comes out of it, as text.
+      actions: {'TRAIN' | 'TRAIN_EVAL' | 'INFER_EVAL': [@trainer.EarlyStoppingAction(), ...]}, see `perex_t5x.actions`.
+      run_eval_before_training: whether the parameters that the run starts with are evaluated, too.
+      gc_period: steps between runs of Python's garbage collector; 0: it comes when it likes.
+      verify_matching_vocabs_fn: is called with (dataset configuration, model), and raises where their vocabularies differ;
+        None: nothing is compared.
+      concurrent_metrics, use_orbax: of T5X. Metrics are always written in a thread, and checkpoints by Orbax.
+      get_dataset_fn, train_eval_get_dataset_fn, train_state_initializer_cls: of T5X; only None.
       dry_run: stop after all checks, before the first compile.
     """
     arguments = dict(locals())  # the first statement: nothing but the arguments is local yet
@@ -195,8 +212,7 @@ class Training:
         if not args.model_dir:
             raise ConfigError("MODEL_DIR = '': give a path, as a string: --gin.MODEL_DIR=\"'runs/first'\".")
         self.model_dir = os.path.expanduser(args.model_dir)
-        if args.use_hardware_rng:
-            logging.warning("train.use_hardware_rng is ignored: dropout masks are drawn per example.")
+        _check_arguments_of_t5x(args)
         self._bad_numbers = args.bad_numbers or BadNumbers()
         self.trainer: Trainer = args.trainer_cls(model=args.model, partitioner=args.partitioner)
         self.trainer.skip_non_finite_updates = self._bad_numbers.most_skipped > 0
@@ -238,7 +254,12 @@ class Training:
         self._first_step = 0
         if self.source is not None:
             self._first_step = checkpoints.check(self.source, self.setup.shapes, self._restore_cfg)
-        if self.source is not None and not own and args.relative_steps is None and self._first_step >= args.total_steps:
+        nothing = args.relative_steps is None and not args.run_eval_before_training
+        if args.total_steps == 0 and nothing:
+            raise ConfigError(
+                "TRAIN_STEPS = 0: give at least 1; or set train.run_eval_before_training, to evaluate alone."
+            )
+        if self.source is not None and not own and nothing and self._first_step >= args.total_steps:
             raise ConfigError(
                 f"{self.source} is at step {self._first_step}, and TRAIN_STEPS = {args.total_steps} counts its steps, so "
                 f"there is nothing to train. Set TRAIN_STEPS above {self._first_step}, or TRAIN_STEPS_RELATIVE to the "
@@ -258,11 +279,17 @@ class Training:
         logging.info("%s", trainer.partitioner.describe_batch(config.batch_size))
         converter = protocol.feature_converter_cls(model)
         spec = batch_spec(config, converter)
-        lookup.check_vocabulary(config.mixture_or_task_name, model)
+        if args.verify_matching_vocabs_fn is not None:
+            args.verify_matching_vocabs_fn(config, model)
         if args.train_eval_dataset_cfg is not None:
             evaluation.check(trainer.partitioner, model, args.train_eval_dataset_cfg, args.eval_steps)
         save = args.checkpoint_cfg.save
-        if save is not None and save.keep_best and args.train_eval_dataset_cfg is args.infer_eval_dataset_cfg is None:
+        if (
+            save is not None
+            and save.keep_best
+            and not save.keeps_best_of_training
+            and args.train_eval_dataset_cfg is args.infer_eval_dataset_cfg is None
+        ):
             raise ConfigError(
                 f"SaveCheckpointConfig.keep_best = {save.keep_best} needs an evaluation: set train.train_eval_dataset_cfg, "
                 "or keep_best = None."
@@ -272,12 +299,23 @@ class Training:
             evaluation.check_inference(
                 trainer.partitioner, model, args.infer_eval_dataset_cfg, binding, args.inference_evaluator_cls
             )
+        self._actions()
         with trainer.partitioner.manual():
             computation = protocol.describe_computation(model, spec)
         setup = Setup(trainer, spec, *trainer.abstract_state({k: v.shape for k, v in spec.items()}), computation)
         trainer.check_functions(setup.shapes.params)
         logging.info("%s; %s", setup.summary, setup.computation)
         return setup
+
+    def _actions(self) -> Actions:
+        """Raises `ConfigError` for those that would see nothing."""
+        configs = {
+            ActionMode.TRAIN_EVAL: self._args.train_eval_dataset_cfg,
+            ActionMode.INFER_EVAL: self._args.infer_eval_dataset_cfg,
+        }
+        has_evaluations = self._args.eval_period or self._args.run_eval_before_training
+        names = {mode: evaluation.task_names(config) for mode, config in configs.items() if config and has_evaluations}
+        return Actions(self._args.actions, names)
 
     def _stops_at(self) -> int:
         relative, saved = self._args.relative_steps, self._saved_run
@@ -388,6 +426,10 @@ class Training:
             "timing/init_or_restore_seconds": init_seconds,
             "timing/start_seconds": time.monotonic() - self._begun,
         }
+        actions = self._actions()
+        ended = (
+            self._is_resumed and args.actions is not None and actions.remember(self._rows(writer, programs.evaluators))
+        )
         left_out = {"batches_left_out": len(feed.skipped)} if isinstance(feed, SkippingFeed) else {}
         writer.write("train", first_step, {**timing, **left_out})
         run = loop.Loop(
@@ -399,7 +441,7 @@ class Training:
             writer=writer,
             last_step=self.last_step,
             eval_period=args.eval_period,
-            stats_period=args.stats_period or min(args.eval_period, 100),
+            stats_period=args.stats_period or min(args.eval_period or 100, 100),
             run_info={"random_seed": seed, "relative_steps": args.relative_steps, "last_step": self.last_step},
             profile_steps=args.profile_steps,
             model_dir=self.model_dir,
@@ -409,6 +451,10 @@ class Training:
             bad_numbers=self._bad_numbers,
             watched=saved.get("watched"),
             evaluated=self._evaluated(writer, first_step),
+            actions=actions,
+            ended=ended,
+            evaluate_first=args.run_eval_before_training,
+            gc_period=args.gc_period,
             **options,
         )
         try:
@@ -426,8 +472,7 @@ class Training:
         config = self._args.checkpoint_cfg.save
         evaluations = []
         if config is not None and config.keep_best and self._is_resumed:
-            names = {folder for evaluator in evaluators for folder in evaluator.folders}
-            evaluations = distributed.from_process_0("evaluations so far", lambda: writer.rows_of(names))
+            evaluations = self._rows(writer, evaluators)
         return saving.Checkpointer(
             self.model_dir,
             config,
@@ -436,6 +481,11 @@ class Training:
             best_metric=(config and config.keep_best_metric) or loss_metric(self.trainer.model),
             evaluations=evaluations,
         )
+
+    def _rows(self, writer: MetricsWriter, evaluators: Sequence[loop.Evaluator]) -> list[Any]:
+        """(folder, step, metrics) of what training and evaluations have written before the run was resumed."""
+        names = {"train"} | {folder for evaluator in evaluators for folder in evaluator.folders}
+        return distributed.from_process_0("metrics so far", lambda: writer.rows_of(names))
 
     def _evaluated(self, writer: MetricsWriter, step: int) -> list[str] | None:
         """The names of the lines that a resumed run has of the step at which it starts."""
@@ -475,6 +525,24 @@ def _logged(when: str) -> Iterator[None]:
         yield
     except Exception as e:
         logging.error("%s: %s", when, e)
+
+
+def _check_arguments_of_t5x(args: types.SimpleNamespace) -> None:
+    """One line for what has no effect here; refused is what would change the run if it were left out."""
+    for name, default, why in (
+        ("use_hardware_rng", False, "dropout masks are drawn per example"),
+        ("concurrent_metrics", True, "metrics are always written in a thread, and actions see them all the same"),
+        ("use_orbax", True, "checkpoints are always Orbax's"),
+    ):
+        if getattr(args, name) != default:
+            logging.warning("train.%s = %s is ignored: %s.", name, getattr(args, name), why)
+    for name, instead in (
+        ("get_dataset_fn", "register a SeqIO task, and give its name to DatasetConfig.mixture_or_task_name"),
+        ("train_eval_get_dataset_fn", "register a SeqIO task, and give its name to train_eval/DatasetConfig"),
+        ("train_state_initializer_cls", "bind RestoreCheckpointConfig, or give the model other initial variables"),
+    ):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"train.{name} = {getattr(args, name)!r} is not supported: {instead}.")
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:

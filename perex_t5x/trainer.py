@@ -20,6 +20,7 @@ from flax import linen as nn
 from jax.tree_util import keystr
 
 from perex_t5x import arguments, optimizers
+from perex_t5x.actions import ActionMode, BaseAction, EarlyStoppingAction, TerminateOnNanAction
 from perex_t5x.arguments import Count, Interval, PositiveInt
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.gradients import Batch, Gradient, GradientOptions, batch_gradient, gradient_with_statistics
@@ -38,7 +39,16 @@ from perex_t5x.per_example.statistic import BUILT_IN
 from perex_t5x.schedules import Rate, Schedule, as_schedule
 from perex_t5x.train_state import TrainState, example_keys
 
-__all__ = ["TrainState", "Trainer", "WeightMetricsComputer", "example_keys"]
+__all__ = [
+    "ActionMode",
+    "BaseAction",
+    "EarlyStoppingAction",
+    "TerminateOnNanAction",
+    "TrainState",
+    "Trainer",
+    "WeightMetricsComputer",
+    "example_keys",
+]
 
 InputShapes = Mapping[str, tuple[int, ...]]
 
@@ -69,8 +79,8 @@ class Trainer:
       model: see `perex_t5x.models.protocol`.
       partitioner: the mesh and its rules.
       learning_rate_fn: a schedule (ours or optax's) or a number; drives the model's optimizer.
-      num_microbatches: splits the global batch in time; gradients add up, so it changes no number. None: one. Every device
-        sums over its own examples first, so there is one collective per step whatever the number.
+      num_microbatches: splits the global batch in time; gradients add up, so it changes no number. None or 0: one. Every
+        device sums over its own examples first, so there is one collective per step whatever the number.
       weight_metrics_computer: extra metrics from (params, grads, updates); None: none.
       microbatch_size: examples that the per-example engine takes at a time on each device; None: as many as
         `num_microbatches` leaves. 'auto': the engine's choice for the platform. Changes no number beyond rounding.
@@ -94,7 +104,7 @@ class Trainer:
         model: Model,
         partitioner: PjitPartitioner,
         learning_rate_fn: Rate | Schedule,
-        num_microbatches: PositiveInt | None = None,
+        num_microbatches: Count | None = None,
         weight_metrics_computer: Callable[[Any, Any, Any], dict[str, jax.Array]] | None = None,
         *,
         microbatch_size: PositiveInt | Literal["auto"] | None = None,
@@ -119,7 +129,7 @@ class Trainer:
         self.compiler_options = compiler_options
         check_options(compiler_options)
         self.options = GradientOptions(
-            num_microbatches=1 if num_microbatches is None else num_microbatches,
+            num_microbatches=num_microbatches or 1,
             microbatch_size=microbatch_size,
             group_size=group_size,
             unit=unit,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from absl import logging
 
 from perex_t5x import arguments
 from perex_t5x.arguments import Count, Interval, PositiveInt, Seed
+from perex_t5x.best_checkpoints import SaveBestCheckpointer
 from perex_t5x.errors import ConfigError
 from perex_t5x.optimizers.checks import DType
 from perex_t5x.schedules import create_learning_rate_scheduler
@@ -23,6 +26,13 @@ __all__ = [
 
 FeedKind = Literal["auto", "cached", "streaming"]
 FEEDS = get_args(FeedKind)
+
+
+def ignored(owner: str, values: Any, defaults: Mapping[str, Any], why: str) -> None:
+    """One line in the log for each attribute that is not its default, and has no effect here."""
+    for name, default in defaults.items():
+        if getattr(values, name) != default:
+            logging.info("%s.%s = %r is ignored: it %s.", owner, name, getattr(values, name), why)
 
 
 @dataclass
@@ -47,6 +57,8 @@ class DatasetConfig:
       memory_limit_bytes: the largest (estimated) copy that 'auto' makes.
       trim_output_features: whether outputs are trimmed to their length, as in SeqIO.
       local_cache_bytes: how much of the local disk (~/.cache/perex_t5x/rows) may hold what was read of copies in buckets.
+      use_memory_cache: of T5X, for evaluations; here `feed` says what is kept in memory ('streaming': nothing).
+      runtime_preprocessors, num_prefetch_threads, num_workers: of AirIO's tasks in T5X; a SeqIO task has none of them.
     """
 
     mixture_or_task_name: str
@@ -64,9 +76,20 @@ class DatasetConfig:
     memory_limit_bytes: Count = 4 << 30
     trim_output_features: bool = True
     local_cache_bytes: Count = 16 << 30
+    use_memory_cache: bool = True
+    runtime_preprocessors: Sequence[Any] | None = None
+    num_prefetch_threads: Count | None = None
+    num_workers: Count | None = 0
 
     def __post_init__(self) -> None:
         arguments.check_fields(self)
+        if self.runtime_preprocessors:
+            raise ConfigError(
+                "DatasetConfig.runtime_preprocessors are AirIO's, and a SeqIO task would be read without them: give the "
+                "task itself these preprocessors."
+            )
+        ignored("DatasetConfig", self, {"use_memory_cache": True}, "is what DatasetConfig.feed says here")
+        ignored("DatasetConfig", self, {"num_prefetch_threads": None, "num_workers": 0}, "is AirIO's")
         if self.use_custom_packing_ops:
             raise ConfigError("DatasetConfig.use_custom_packing_ops = True is not supported: set it to False.")
 
@@ -80,12 +103,20 @@ class SaveCheckpointConfig:
       dtype: parameters are cast to it in the checkpoint; None: as they are.
       keep: how many of the newest to keep; None: all.
       save_dataset: of T5X. The data position is always part of a checkpoint here; False is accepted and ignored.
+      keep_dataset_checkpoints: of T5X: how many data positions are kept; here those of all checkpoints that are.
+      checkpoint_steps: further steps that are saved.
+      checkpointer_cls, checkpoint_manager_cls: of T5X; `@checkpoints.SaveBestCheckpointer` sets `keep_best` and what belongs
+        to it. All else is one kind of checkpoint here: Orbax's.
+      state_transformation_fns: functions of (state, its parameters' infos: None) -> state, or T5X's pair, one after the
+        other before a save; a state is {'target': ..., 'state': ..., 'rng': ...}. A run resumes from what they return, so
+        names and shapes of what it needs have to stay.
       period_minutes: a step is also saved once so many minutes have passed since the last save; None: time does not count.
       keep_every: besides the newest, checkpoints of steps that this number divides are kept; None: no more.
       keep_best: besides, so many are kept of those that were evaluated, the best by `keep_best_metric`.
       keep_best_metric: of an evaluation, such as 'training_eval/my_task/accuracy', or 'accuracy': the first task's. None:
         the model's loss.
       keep_best_mode: whether the best is the smallest ('min') or the largest ('max').
+      keep_unmeasured: besides, those that have no value of that metric are kept.
       retries: how many saves in a row may fail while training continues; one more ends the run. 0: the first one does.
     """
 
@@ -99,9 +130,23 @@ class SaveCheckpointConfig:
     keep_best_metric: str | None = None
     keep_best_mode: Literal["min", "max"] = "min"
     retries: Count = 10
+    keep_unmeasured: bool = False
+    keep_dataset_checkpoints: PositiveInt | None = None
+    checkpoint_steps: Sequence[PositiveInt] | None = None
+    checkpointer_cls: Callable[..., Any] | None = None
+    checkpoint_manager_cls: Callable[..., Any] | None = None
+    state_transformation_fns: Sequence[Callable[..., Any]] = ()
 
     def __post_init__(self) -> None:
         arguments.check_fields(self)
+        if self.keep_dataset_checkpoints is not None:
+            logging.info(
+                "SaveCheckpointConfig.keep_dataset_checkpoints is ignored: every checkpoint has its data position."
+            )
+        for made_by in (self.checkpointer_cls, self.checkpoint_manager_cls):
+            if isinstance(made_by, type) and issubclass(made_by, SaveBestCheckpointer):
+                for name, value in made_by().settings(self.keep).items():
+                    setattr(self, name, value)
         for name in ("keep_every", "keep_best"):
             if getattr(self, name) is not None and self.keep is None:
                 raise ConfigError(
@@ -113,6 +158,11 @@ class SaveCheckpointConfig:
                 f"SaveCheckpointConfig.keep_best_metric = {self.keep_best_metric!r} is not used: set keep_best to the "
                 "number of checkpoints to keep by it."
             )
+
+    @property
+    def keeps_best_of_training(self) -> bool:
+        """Whether the best are those by a metric of training, not of an evaluation."""
+        return bool(self.keep_best) and (self.keep_best_metric or "").startswith("train/")
 
 
 @dataclass
@@ -128,6 +178,9 @@ class RestoreCheckpointConfig:
         'state/param_states/0/mu/...'.
       fallback_to_scratch: leaves the checkpoint does not have are initialised instead of refused.
       strict: whether leaves that only the checkpoint has are an error.
+      restore_dataset: of T5X: a run resumes with its data position always, and starts from another's without.
+      checkpointer_cls, checkpoint_manager_cls: of T5X, and ignored: a checkpoint's folder says how it is read.
+      state_transformation_fns: of T5X; only none. `assignment_map` renames and leaves out.
     """
 
     path: str | Sequence[str] | None = None
@@ -136,9 +189,21 @@ class RestoreCheckpointConfig:
     assignment_map: Sequence[tuple[str, str | None]] | None = None
     fallback_to_scratch: bool = False
     strict: bool = False
+    restore_dataset: bool = False
+    checkpointer_cls: Callable[..., Any] | None = None
+    checkpoint_manager_cls: Callable[..., Any] | None = None
+    state_transformation_fns: Sequence[Callable[..., Any]] = ()
 
     def __post_init__(self) -> None:
         arguments.check_fields(self)
+        if self.state_transformation_fns:
+            raise ConfigError(
+                "RestoreCheckpointConfig.state_transformation_fns is not supported: rename and leave out with "
+                "RestoreCheckpointConfig.assignment_map, or write the transformed checkpoint with a script of your own."
+            )
+        ignored(
+            "RestoreCheckpointConfig", self, {"restore_dataset": False}, "has no effect on another run's checkpoint"
+        )
         if isinstance(self.path, list | tuple):
             if len(self.path) > 1:
                 raise ConfigError("RestoreCheckpointConfig.path: give one path.")

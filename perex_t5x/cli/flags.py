@@ -98,6 +98,9 @@ def define_training_flags() -> None:
     flags.DEFINE_string("coordinator_address", None, "host:port of process 0, for several processes.")
     flags.DEFINE_integer("process_count", None, "Number of processes.")
     flags.DEFINE_integer("process_index", None, "Index of this process, from 0.")
+    flags.DEFINE_bool(
+        "multiprocess_gpu", False, "Of T5X, and not needed: other processes are found with the three flags above, or by "
+        "--cluster_detection, whatever the hardware.")  # fmt: skip
     flags.DEFINE_string(
         "cluster_detection", "auto", "Whether TPU pods, GKE, SLURM and Open MPI are asked for the other processes: auto, "
         "off, or a method that JAX knows, such as mpi4py.")  # fmt: skip

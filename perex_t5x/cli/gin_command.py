@@ -22,6 +22,10 @@ def call(load: Callable[[], Callable[..., Any]], args: Any) -> None:
             "no --gin_file given. For a first run: python -m perex_t5x.train --gin_file=runs/quickstart.gin"
         )
     status.is_run()
+    if args.multiprocess_gpu:
+        logging.info(
+            "--multiprocess_gpu has no effect: other processes are looked for in any case (--cluster_detection)."
+        )
     _connect_processes(args)
     console.import_tensorflow_quietly()
     function = load()

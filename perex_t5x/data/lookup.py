@@ -159,6 +159,11 @@ def _check_file(vocabulary: Any) -> None:
         raise ConfigError(f"the vocabulary's sentencepiece_model_file = {path!r}: there is no such file.")
 
 
+def verify_matching_vocabs(cfg: Any, model: Any) -> None:
+    """`check_vocabulary` of a dataset configuration's task, as T5X names it."""
+    check_vocabulary(cfg.mixture_or_task_name, model)
+
+
 def check_vocabulary(name: str, model: Any) -> None:
     """Raises if a task's ids are not the model's; they would be looked up or decoded wrongly without a word."""
     import seqio

@@ -54,6 +54,8 @@ class PjitPartitioner:
       dcn_mesh_shape: explicit (replica, data, model) sizes across slices; the mesh is their product.
       logical_axis_rules: see `standard_logical_axis_rules`, the default.
       devices: what to build the mesh from; all devices by default.
+      backend: of these devices: 'cpu', 'tpu', 'gpu'; None: the default one.
+      params_on_devices, use_cpu_pjit: of T5X, and ignored: parameters are on the devices, and CPUs run what others do.
     """
 
     def __init__(
@@ -64,6 +66,9 @@ class PjitPartitioner:
         dcn_mesh_shape: Sequence[PositiveInt] | None = None,
         logical_axis_rules: LogicalAxisRules | None = None,
         devices: Sequence[Any] | None = None,
+        backend: str | None = None,
+        params_on_devices: bool = True,
+        use_cpu_pjit: bool | None = None,
     ):
         arguments.check("PjitPartitioner", arguments.hints(PjitPartitioner), dict(locals()))
         if devices is not None and not (len(devices) and all(hasattr(d, "device_kind") for d in devices)):
@@ -78,8 +83,12 @@ class PjitPartitioner:
             model_parallel_submesh,
             ici_mesh_shape,
             dcn_mesh_shape,
-            list(devices) if devices is not None else jax.devices(),
+            list(devices) if devices is not None else _devices_of(backend),
         )
+        if not params_on_devices:
+            logging.info("PjitPartitioner.params_on_devices = False is ignored: parameters are kept on the devices.")
+        if use_cpu_pjit is not None:
+            logging.info("PjitPartitioner.use_cpu_pjit is ignored: CPUs run the same programs as other devices.")
 
     @property
     def data_parallel_size(self) -> int:
@@ -241,6 +250,16 @@ class PjitPartitioner:
             f"global batch {batch_size} = {shards} data shard(s) x {batch_size // shards} examples; "
             f"mesh {axes} on {self.mesh.size} device(s) of {jax.process_count()} process(es)"
         )
+
+
+def _devices_of(backend: str | None) -> list[Any]:
+    try:
+        return jax.devices(backend)
+    except RuntimeError as e:
+        raise ConfigError(
+            f"PjitPartitioner.backend = {backend!r}: there are no such devices here. None takes those that there are: "
+            f"{jax.device_count()} of platform {jax.default_backend()!r}."
+        ) from e
 
 
 class _Context(NamedTuple):
