@@ -11,7 +11,7 @@ attention_kernels.py, softmax_kernel.py      the TPU kernels
 """
 
 from perex_t5x.models.base_model import BaseTransformerModel
-from perex_t5x.models.config import T5Config
+from perex_t5x.models.config import T5Config, TransformerConfig
 from perex_t5x.models.decoder_only_model import DecoderOnlyModel
 from perex_t5x.models.encoder_decoder_model import EncoderDecoderModel
 from perex_t5x.models.network import DecoderWrapper, Transformer, restack
@@ -23,5 +23,6 @@ __all__ = [
     "EncoderDecoderModel",
     "T5Config",
     "Transformer",
+    "TransformerConfig",
     "restack",
 ]

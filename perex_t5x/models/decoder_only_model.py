@@ -60,7 +60,11 @@ class DecoderOnlyModel(BaseTransformerModel):
         return batch_size * decoder_only_flops(self.config, length)
 
     def _attention_features(self, batch: Mapping[str, Any]) -> dict[str, bool]:
-        return {"has_prefix": self.inputs_bidirectional_attention and "decoder_causal_attention" in batch}
+        has_bias = self.config.positions == "relative"
+        return {
+            "has_bias": has_bias,
+            "has_prefix": self.inputs_bidirectional_attention and "decoder_causal_attention" in batch,
+        }
 
     def _network_inputs(self, batch: Batch) -> dict[str, jax.Array | None]:
         marks_BxT = batch.get("decoder_causal_attention") if self.inputs_bidirectional_attention else None
