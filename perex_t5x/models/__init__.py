@@ -10,7 +10,7 @@ rotary.py     positions as rotations         rows.py       examples as rows, for
 attention_kernels.py, softmax_kernel.py      the TPU kernels
 """
 
-from perex_t5x.models.base_model import BaseTransformerModel
+from perex_t5x.models.base_model import BaseTransformerModel, DecoderParams
 from perex_t5x.models.config import T5Config, TransformerConfig
 from perex_t5x.models.decoder_only_model import DecoderOnlyModel
 from perex_t5x.models.encoder_decoder_model import EncoderDecoderModel
@@ -19,6 +19,7 @@ from perex_t5x.models.network import DecoderWrapper, Transformer, restack
 __all__ = [
     "BaseTransformerModel",
     "DecoderOnlyModel",
+    "DecoderParams",
     "DecoderWrapper",
     "EncoderDecoderModel",
     "T5Config",

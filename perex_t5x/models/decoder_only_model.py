@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.models import decoding, losses
-from perex_t5x.models.base_model import BaseTransformerModel, Batch, Params
+from perex_t5x.models.base_model import BaseTransformerModel, Batch, DecodeFn, Params
 from perex_t5x.models.config import decoder_only_flops
 
 
@@ -42,8 +42,11 @@ class DecoderOnlyModel(BaseTransformerModel):
         z_loss: losses.ZLoss = 0.0,
         label_smoothing: losses.Smoothing = 0.0,
         inputs_bidirectional_attention: bool = False,
+        decode_fn: DecodeFn = decoding.temperature_sample,
+        feature_converter_cls: type | None = None,
     ):
-        super().__init__(module, optimizer_def, loss_normalizing_factor, z_loss, label_smoothing)
+        losses_of = loss_normalizing_factor, z_loss, label_smoothing
+        super().__init__(module, optimizer_def, *losses_of, decode_fn, feature_converter_cls)
         self.vocabulary = self.output_vocabulary = vocabulary
         self.inputs_bidirectional_attention = inputs_bidirectional_attention
 
