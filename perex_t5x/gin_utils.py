@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -439,6 +439,13 @@ def call(function: Callable[..., Any], **given: Any) -> Any:
         bound = {**gin.get_bindings(function), **given}
         inspect.signature(function).bind(**bound)
     return function(**bound)
+
+
+def log_unused(owner: str, given: Mapping[str, bool]) -> None:
+    """One line in the log for arguments of T5X's that have no effect here, of those that are given."""
+    names = ", ".join(name for name, is_given in given.items() if is_given)
+    if names:
+        logging.info("%s: %s: accepted, as T5X has it, and without effect here.", owner, names)
 
 
 def configured(function: Callable[..., Any]) -> Callable[..., Any]:
