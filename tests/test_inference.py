@@ -39,8 +39,14 @@ def predict(run, output, *bindings):
 
 
 def test_eval_scores_every_checkpoint_asked_for(run, tmp_path):
-    results = evaluate(run, tmp_path, "utils.RestoreCheckpointConfig.mode = 'all'")
+    forced = (
+        "eval_script.evaluate.training_evaluator_cls = @trainer.Trainer",
+        "trainer.Trainer.learning_rate_fn = 0.0",
+    )
+    results = evaluate(run, tmp_path, "utils.RestoreCheckpointConfig.mode = 'all'", *forced)
     assert sorted(results) == [2, 4]
+    losses = [results[step].pop(f"training_eval/{tiny.TASK}")["loss_per_nonpadding_target_token"] for step in (2, 4)]
+    assert losses[1] < losses[0] < 7
     scores = {step: next(iter(result.values())) for step, result in results.items()}
     assert all(v < 0 for s in scores.values() for k, v in s.items() if "likelihood" in k)
     rows = [json.loads(line) for line in open(tmp_path / "metrics.jsonl", encoding="utf-8")]

@@ -7,6 +7,7 @@ attention.py  heads, cache, masks, positions decoding.py   greedy, sampling, bea
 dropout.py    one key per example            head.py       output projection and loss in chunks
 splash.py     attention by TPU kernels       remat.py      what the backward pass keeps
 rotary.py     positions as rotations         rows.py       examples as rows, for kernels and chunks
+scalable_network.py   T5X's scalable T5
 attention_kernels.py, softmax_kernel.py      the TPU kernels
 """
 

@@ -42,6 +42,7 @@ class T5Config:
       dropout_rate: see `perex_t5x.models.dropout`.
       positions: of the decoder-only network: 'rotary', or 'relative' for T5X's, a learned bias by distance with unscaled
         attention (`TransformerConfig`). An encoder-decoder always has T5's relative bias.
+      relative_bias: one bias for all layers of a stack ('shared'), or one 'per_layer', as umT5 has it.
       rotary_max_wavelength: of the slowest rotary position, in tokens / 2π; long rows want more than 10,000.
       logits_via_embedding: True ties the output projection to the embedding.
       float32_attention_logits: T5X's; here attention's logits are at least float32 whatever it is.
@@ -72,6 +73,7 @@ class T5Config:
     float32_attention_logits: bool = False
     num_kv_heads: PositiveInt | None = None
     positions: Literal["rotary", "relative"] = "rotary"
+    relative_bias: Literal["shared", "per_layer"] = "shared"
     rotary_max_wavelength: Annotated[float, Interval("(1, ∞)")] = 10_000.0
     scan_layers: bool = False
     remat_policy: str = "none"

@@ -197,13 +197,17 @@ class Encoder(_Stack):
         """Returns [B, S, emb_dim]."""
         cfg = self.config
         length = tokens_BxS.shape[1]
-        relpos_bias = RelativePositionBias(cfg, bidirectional=True, name="relpos_bias")
+        positions_1xS = jnp.arange(length)[None, :]
+        per_layer = cfg.relative_bias == "per_layer"
+        bias = None if per_layer else _relative_bias(cfg, positions_1xS, length, bidirectional=True)
         x_BxSxD, stack_keys_B, outer_keys_B = self._embed(
             self.shared_embedder, tokens_BxS, dropout_keys_B, dropout.ENCODER
         )
         context = LayerContext(
             mask=attention.encoder_self_mask(tokens_BxS, segment_ids_BxS),
-            bias=relpos_bias(jnp.arange(length)[None, :], num_keys=length, max_queries=length),
+            bias=bias,
+            relative_positions_BxT=positions_1xS if per_layer else None,
+            relative_keys=length,
             dropout_keys_B=stack_keys_B,
         )
         kind = {"self_attention": "attention", "scaled": False, "has_encoder": False}
@@ -253,14 +257,14 @@ class Decoder(_Stack):
             positions_BxT = jnp.arange(length)[None, :]
 
         rotary = bias = None
+        # Distances within a packed example are those within the row: no need of its own positions.
+        at_BxT = positions_BxT if mode == "decode" else jnp.arange(length)[None, :]
+        keys = cache_length if mode == "decode" else length
+        per_layer = is_relative and cfg.relative_bias == "per_layer"
         if not is_relative:
             rotary = rotary_tables(positions_BxT, cfg.head_dim, cfg.rotary_max_wavelength)
-        else:
-            relpos_bias = RelativePositionBias(cfg, bidirectional=False, name="relpos_bias")
-            # Distances within a packed example are those within the row: no need of its own positions.
-            at = positions_BxT if mode == "decode" else jnp.arange(length)[None, :]
-            keys = cache_length if mode == "decode" else length
-            bias = relpos_bias(at, num_keys=keys, max_queries=keys)
+        elif not per_layer:
+            bias = _relative_bias(cfg, at_BxT, keys, bidirectional=False)
 
         embedder = self.shared_embedder or Embed(cfg, name="token_embedder")
         x_BxTxD, stack_keys_B, outer_keys_B = self._embed(embedder, tokens_BxT, dropout_keys_B, dropout.DECODER)
@@ -273,6 +277,8 @@ class Decoder(_Stack):
             positions_B=positions_BxT[:, 0] if mode == "decode" else None,
             dropout_keys_B=stack_keys_B,
             segment_ids_BxT=segment_ids_BxT if by_splash else None,
+            relative_positions_BxT=at_BxT if per_layer else None,
+            relative_keys=keys,
             is_causal=mask is None,
             mode=mode,
             cache_length=cache_length,
@@ -284,6 +290,12 @@ class Decoder(_Stack):
         if cfg.logits_via_embedding:
             return embedder.attend(x_BxTxD, head)
         return OutputProjection(cfg, name="logits_dense")(x_BxTxD, head)
+
+
+def _relative_bias(config: T5Config, positions_BxT: jax.Array, keys: int, bidirectional: bool) -> jax.Array:
+    """[B, heads, T, keys]; call it inside a compact method."""
+    bias = RelativePositionBias(config, bidirectional=bidirectional, name="relpos_bias")
+    return bias(positions_BxT, num_keys=keys, max_queries=keys)
 
 
 # --- layers ------------------------------------------------------------------------------------------------------------
@@ -309,6 +321,10 @@ class Layer(nn.Module):
         cfg = self.config
         x_BxTxD, inverse_BxTx1 = carry
         keys_B = dropout.fold(context.dropout_keys_B, layer_index + 1)
+        if context.relative_positions_BxT is not None:
+            where = context.relative_positions_BxT, context.relative_keys
+            is_encoder = self.self_attention == "attention"
+            context = context.replace(bias=_relative_bias(cfg, *where, bidirectional=is_encoder))
 
         def add(x_BxTxD: jax.Array, y_BxTxD: jax.Array, site: int) -> jax.Array:
             y_BxTxD = dropout.dropout(y_BxTxD, keys_B, site, cfg.dropout_rate)

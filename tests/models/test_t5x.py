@@ -1,4 +1,4 @@
-"""The architectures are T5X's: its logits for the same parameters, as literal numbers and, where it is installed, its own."""
+"""The architectures are T5X's: its logits as literal numbers, and itself where it is installed."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -11,8 +11,8 @@ from flax import linen as nn
 
 from perex_t5x import models
 from perex_t5x.errors import ConfigError
-from perex_t5x.models import network
-from tests.models.model_support import batch, decoder_only, jit, logits, loss_and_grads, params
+from perex_t5x.models import network, scalable_network
+from tests.models.model_support import batch, decoder_only, encoder_decoder, jit, logits, loss_and_grads, params
 
 DECODER = dict(vocab_size=7, emb_dim=4, num_heads=2, head_dim=2, mlp_dim=6, logits_via_embedding=True)
 TOKENS = np.array([[0, 3, 5, 2, 6, 1]], np.int32)
@@ -74,6 +74,26 @@ def test_scanned_is_unrolled_and_packed_rows_are_single_ones():
     )
     np.testing.assert_allclose(both[0, :5], plain[0, :5], atol=1e-5)
     np.testing.assert_allclose(both[0, 5:], plain[2, :4], atol=1e-5)
+
+
+def test_every_layer_may_have_a_bias_of_its_own():
+    """With the same in all layers it is the shared one."""
+    features, two = batch("encoder_decoder"), dict(num_encoder_layers=2, num_decoder_layers=2)
+    shared, own = encoder_decoder(**two), encoder_decoder(**two, relative_bias="per_layer")
+    p = params(shared, features)
+    moved = {name: dict(part) if isinstance(part, dict) else part for name, part in p.items()}
+    for stack in ("encoder", "decoder"):
+        bias = moved[stack].pop("relpos_bias")
+        for layer in ("layers_0", "layers_1"):
+            moved[stack][layer] = moved[stack][layer] | {"relpos_bias": bias}
+    expected = logits(shared, p, features)
+    np.testing.assert_allclose(logits(own, moved, features), expected, atol=1e-5)
+    moved["encoder"]["layers_1"]["relpos_bias"] = jax.tree.map(np.negative, bias)
+    assert np.abs(logits(own, moved, features) - expected).max() > 1e-3
+    scanned = encoder_decoder(**two, relative_bias="per_layer", scan_layers=True)
+    np.testing.assert_allclose(
+        logits(scanned, models.restack(moved), features), logits(own, moved, features), atol=1e-5
+    )
 
 
 def test_the_configs_names_are_t5xs():
@@ -147,6 +167,25 @@ def test_t5_is_t5xs(activations, tied):
     theirs = t5x_network.Transformer(t5x_network.T5Config(**sizes))
     targets = np.array([[3, 5, 2, 6, 1, 4]], np.int32)
     compare(ours, theirs, (INPUTS, TOKENS), (INPUTS, TOKENS, targets))
+
+
+@needs_t5x
+def test_scalable_t5_is_t5xs():
+    """Its kernels have an axis for heads; here they are matrices."""
+    from t5x.examples.scalable_t5 import network as t5x_network
+
+    sizes = DECODER | dict(num_encoder_layers=2, num_decoder_layers=2, dropout_rate=0.0, scan_layers=False)
+    ours = network.Transformer(scalable_network.T5Config(**sizes))
+    theirs = t5x_network.Transformer(t5x_network.T5Config(**sizes))
+    made = jax.eval_shape(
+        lambda: theirs.init({"params": jax.random.key(0)}, INPUTS, TOKENS, TOKENS, enable_dropout=False)
+    )
+    p = jax.tree_util.tree_map_with_path(wave, dict(made["params"]))
+    shapes = nn.unbox(jax.eval_shape(ours.init, jax.random.key(0), INPUTS, TOKENS))["params"]
+    assert leaves(p).keys() == leaves(shapes).keys()
+    matrices = jax.tree.map(lambda x, s: x.reshape(s.shape), p, shapes)
+    expected = theirs.apply({"params": p}, INPUTS, TOKENS, TOKENS, enable_dropout=False)
+    np.testing.assert_allclose(ours.apply({"params": matrices}, INPUTS, TOKENS), expected, atol=1e-5)
 
 
 @needs_t5x
