@@ -183,10 +183,10 @@ def infer(
 
 def create_task_from_tfexample_file(
     paths: str | Sequence[str],
-    file_type: Literal["tfrecord"] = "tfrecord",
-    inputs_key: str = "inputs",
-    targets_key: str | None = None,
-    features: Mapping[str, Any] | None = None,
+    file_type: Literal["tfrecord"],
+    inputs_key: str,
+    targets_key: str | None,
+    features: Mapping[str, Any],
     task_id: str | None = None,
 ) -> str:
     """Registers a task of files of TFExamples, with a split 'infer'; returns its name.
@@ -220,7 +220,7 @@ def create_task_from_tfexample_file(
                 functools.partial(seqio.preprocessors.rekey, key_map={"inputs": inputs_key, "targets": targets_key}),
                 seqio.preprocessors.tokenize_and_append_eos,
             ],
-            output_features=dict(features or {}),
+            output_features=dict(features),
         )
     return name
 

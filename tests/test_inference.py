@@ -5,6 +5,7 @@ import os
 
 import gin
 import pytest
+import tensorflow as tf
 
 from perex_t5x import eval as eval_script
 from perex_t5x import gin_utils, infer
@@ -50,7 +51,7 @@ def test_eval_scores_every_checkpoint_asked_for(run, tmp_path):
     scores = {step: next(iter(result.values())) for step, result in results.items()}
     assert all(v < 0 for s in scores.values() for k, v in s.items() if "likelihood" in k)
     rows = [json.loads(line) for line in open(tmp_path / "metrics.jsonl", encoding="utf-8")]
-    assert [row["step"] for row in rows] == [2, 4]
+    assert [row["step"] for row in rows] == [2, 2, 4, 4]
     assert any(p.suffix == ".jsonl" and p.name != "metrics.jsonl" for p in tmp_path.rglob("*"))
 
 
@@ -147,6 +148,50 @@ def test_fields_are_chosen_and_written_by_ones_own_function(run, tmp_path):
     assert 0 not in row["prediction_tokens"] and set(row["inputs"]) > {"targets", "targets_pretokenized"}
     with pytest.raises(ConfigError, match="output_vocab_feature_name = 'target'"):
         predict(run, tmp_path / "b", "infer_script.infer.output_vocab_feature_name = 'target'")
+
+
+TFEXAMPLES = """
+from __gin__ import dynamic_registration
+import seqio
+from perex_t5x import infer as infer_script
+from perex_t5x import models
+from perex_t5x import utils
+include 'models/tiny.gin'
+include 'runs/infer.gin'
+MIXTURE_OR_TASK_NAME = @infer_script.create_task_from_tfexample_file()
+MIXTURE_OR_TASK_MODULE = None
+MIXTURE_OR_TASK_SPLIT = 'infer'
+TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 4}
+BATCH_SIZE = 8
+infer_script.create_task_from_tfexample_file:
+  paths = %PATHS
+  file_type = 'tfrecord'
+  inputs_key = 'question'
+  targets_key = None
+  features = {'inputs': @inputs/seqio.Feature(), 'targets': @outputs/seqio.Feature()}
+inputs/seqio.Feature.vocabulary = @models.get_input_vocabulary()
+models.get_input_vocabulary.model = %MODEL
+outputs/seqio.Feature.vocabulary = @models.get_output_vocabulary()
+models.get_output_vocabulary.model = %MODEL
+"""
+
+
+def test_a_file_of_examples_is_a_task(run, tmp_path):
+    """As T5X's runs/infer_from_tfexample_file.gin has it."""
+    with tf.io.TFRecordWriter(str(tmp_path / "a.tfrecord")) as writer:
+        for text in (b"one", b"two"):
+            feature = {"question": tf.train.Feature(bytes_list=tf.train.BytesList(value=[text]))}
+            writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
+    (tmp_path / "file.gin").write_text(f"PATHS = '{tmp_path}/*.tfrecord'\n" + TFEXAMPLES)
+    gin.config._CONFIG_IS_LOCKED = False
+    gin.clear_config(clear_constants=False)
+    sizes = [b for b in tiny.BINDINGS if b.startswith("models.")]
+    given = [f"CHECKPOINT_PATH = '{run}'", f"INFER_OUTPUT_DIR = '{tmp_path}/out'"]
+    gin_utils.parse_gin_flags([], [str(tmp_path / "file.gin")], [*sizes, *given])
+    (path,) = gin.get_configurable(infer.infer)()
+    rows = [json.loads(line) for line in open(path, encoding="utf-8")]
+    assert [row["inputs"]["inputs_pretokenized"] for row in rows] == ["one", "two"]
+    assert all(isinstance(row["prediction"], str) for row in rows)
 
 
 def test_parameters_that_the_checkpoint_lacks_may_be_drawn(run, tmp_path):

@@ -11,7 +11,12 @@ scalable_network.py   T5X's scalable T5
 attention_kernels.py, softmax_kernel.py      the TPU kernels
 """
 
-from perex_t5x.models.base_model import BaseTransformerModel, DecoderParams
+from perex_t5x.models.base_model import (
+    BaseTransformerModel,
+    DecoderParams,
+    get_input_vocabulary,
+    get_output_vocabulary,
+)
 from perex_t5x.models.config import T5Config, TransformerConfig
 from perex_t5x.models.decoder_only_model import DecoderOnlyModel
 from perex_t5x.models.encoder_decoder_model import EncoderDecoderModel
@@ -26,5 +31,7 @@ __all__ = [
     "T5Config",
     "Transformer",
     "TransformerConfig",
+    "get_input_vocabulary",
+    "get_output_vocabulary",
     "restack",
 ]

@@ -59,6 +59,7 @@ class BaseTransformerModel(abc.ABC):
     # Features of a batch that the network needs, and those that it takes where they are present.
     REQUIRED_FEATURES: tuple[str, ...]
     OPTIONAL_FEATURES: tuple[str, ...]
+    input_vocabulary: Any
     output_vocabulary: Any  # of what the model predicts
 
     def __init__(
@@ -347,6 +348,16 @@ class BaseTransformerModel(abc.ABC):
     @property
     def _cache_batch_axis(self) -> int:
         return 1 if self.config.scan_layers else 0
+
+
+def get_input_vocabulary(model: BaseTransformerModel) -> Any:
+    """A model's vocabulary of inputs, to be bound to a `seqio.Feature`."""
+    return model.input_vocabulary
+
+
+def get_output_vocabulary(model: BaseTransformerModel) -> Any:
+    """A model's vocabulary of what it predicts, to be bound to a `seqio.Feature`."""
+    return model.output_vocabulary
 
 
 def _keys_per_row(rng: jax.Array, rows: int) -> jax.Array:

@@ -47,7 +47,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     ):
         losses_of = loss_normalizing_factor, z_loss, label_smoothing
         super().__init__(module, optimizer_def, *losses_of, decode_fn, feature_converter_cls)
-        self.vocabulary = self.output_vocabulary = vocabulary
+        self.vocabulary = self.input_vocabulary = self.output_vocabulary = vocabulary
         self.inputs_bidirectional_attention = inputs_bidirectional_attention
 
     @classmethod
