@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -457,6 +457,25 @@ def call(function: Callable[..., Any], **given: Any) -> Any:
         bound = {**gin.get_bindings(function), **given}
         inspect.signature(function).bind(**bound)
     return function(**bound)
+
+
+def log_unused(owner: str, given: Mapping[str, bool]) -> None:
+    """One line in the log for arguments of T5X's that have no effect here, of those that are given."""
+    names = ", ".join(name for name, is_given in given.items() if is_given)
+    if names:
+        logging.info("%s: %s: accepted, as T5X has it, and without effect here.", owner, names)
+
+
+def configured(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with what Gin binds to it, if it does: for a default that no Gin file names.
+
+    >>> configured(len) is len
+    True
+    """
+    try:
+        return gin.get_configurable(function)
+    except (KeyError, ValueError):  # not registered
+        return function
 
 
 def summarize_gin_config(model_dir: str, summary_writer: Any = None, step: int = 0) -> None:

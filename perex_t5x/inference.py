@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -32,23 +33,59 @@ def paths_to_restore(config: RestoreCheckpointConfig) -> list[str]:
 
 
 def restore_params(
-    model: Model, partitioner: PjitPartitioner, path: str, config: RestoreCheckpointConfig, dataset_cfg: DatasetConfig
+    model: Model,
+    partitioner: PjitPartitioner,
+    path: str,
+    config: RestoreCheckpointConfig,
+    dataset_cfg: DatasetConfig,
+    fallback_init_rng: int | None = None,
 ) -> Any:
-    """Reads the parameters alone, sharded as the partitioner says."""
-    shapes, shardings = check_params(model, partitioner, path, config, dataset_cfg)
+    """Reads the parameters alone, sharded as the partitioner says.
+
+    Args:
+      fallback_init_rng: the seed of parameters that the checkpoint has not; None: they are refused.
+    """
+    config, fallback = _with_fallback(config, fallback_init_rng), fallback_init_rng is not None
+    shapes, shardings = check_params(model, partitioner, path, config, dataset_cfg, fallback)
     restored = checkpoints.restore(path, shapes, shardings, config, parts=("target",))
-    return checkpoints.merge(shapes, restored).params
+    params = checkpoints.merge(shapes, restored).params
+    is_missing = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
+    if fallback and any(map(is_missing, jax.tree.leaves(params))):
+        inputs = _input_shapes(model, dataset_cfg)
+        initial = jax.jit(
+            lambda: nn.meta.unbox(model.get_initial_variables(jax.random.key(fallback_init_rng), inputs)["params"]),
+            out_shardings=shardings.params,
+        )()
+        params = jax.tree.map(lambda x, fresh: fresh if is_missing(x) else x, params, initial)
+    return params
+
+
+def _with_fallback(config: RestoreCheckpointConfig, fallback_init_rng: int | None) -> RestoreCheckpointConfig:
+    return config if fallback_init_rng is None else dataclasses.replace(config, fallback_to_scratch=True)
+
+
+def _input_shapes(model: Model, dataset_cfg: DatasetConfig) -> dict[str, tuple[int, ...]]:
+    if hasattr(model, "REQUIRED_FEATURES"):  # parameters do not depend on lengths, which may be left open
+        return {name: (1, 8) for name in model.REQUIRED_FEATURES}
+    return {name: spec.shape for name, spec in batch_spec(dataset_cfg, feature_converter_cls(model)).items()}
 
 
 def check_params(
-    model: Model, partitioner: PjitPartitioner, path: str, config: RestoreCheckpointConfig, dataset_cfg: DatasetConfig
+    model: Model,
+    partitioner: PjitPartitioner,
+    path: str,
+    config: RestoreCheckpointConfig,
+    dataset_cfg: DatasetConfig,
+    fallback: bool = False,
 ) -> tuple[TrainState, TrainState]:
-    """Shapes and shardings of a model's parameters. Raises `ConfigError` if `restore_params` would; reads no arrays."""
+    """Shapes and shardings of a model's parameters. Raises `ConfigError` if `restore_params` would; reads no arrays.
+
+    Args:
+      fallback: whether the checkpoint may lack some.
+    """
+    config = dataclasses.replace(config, fallback_to_scratch=config.fallback_to_scratch or fallback)
     partitioner.check_model(sharded_dimensions(model))
-    if hasattr(model, "REQUIRED_FEATURES"):  # parameters do not depend on lengths, which may be left open
-        inputs = {name: (1, 8) for name in model.REQUIRED_FEATURES}
-    else:
-        inputs = {name: spec.shape for name, spec in batch_spec(dataset_cfg, feature_converter_cls(model)).items()}
+    inputs = _input_shapes(model, dataset_cfg)
     key = jax.eval_shape(lambda: jax.random.key(0))
     boxed = jax.eval_shape(lambda k: model.get_initial_variables(k, inputs)["params"], key)
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
@@ -57,13 +94,18 @@ def check_params(
     if refusal := distributed.from_process_0(f"is {path} valid", lambda: checkpoint_files.refusal(path)):
         raise checkpoint_files.DamagedError(f"RestoreCheckpointConfig.path = {config.path!r}: {refusal}")
     given = checkpoints.leaves_given(path, shapes, config, parts=("target",))
-    if missing := sorted(set(checkpoints.flatten({"target": shapes.params})) - given):
+    if not fallback and (missing := sorted(set(checkpoints.flatten({"target": shapes.params})) - given)):
         raise ConfigError(f"checkpoint {path} gives no value for {missing[0]} and {len(missing) - 1} more.")
     return shapes, shardings
 
 
 def check_outputs(
-    fn: Callable[..., Any], model: Model, partitioner: PjitPartitioner, config: DatasetConfig, what: str
+    fn: Callable[..., Any],
+    model: Model,
+    partitioner: PjitPartitioner,
+    config: DatasetConfig,
+    what: str,
+    for_metrics: bool = True,
 ) -> None:
     """Raises `ConfigError` if `fn(params, batch, keys_B)`, which predicts or scores, would; it is traced, not run.
 
@@ -71,6 +113,7 @@ def check_outputs(
 
     Args:
       what: begins the message.
+      for_metrics: SeqIO's metrics take one result of each example.
     """
     partitioner.check_model(sharded_dimensions(model))
     converter = feature_converter_cls(model)(pack=False)
@@ -86,7 +129,7 @@ def check_outputs(
     except ConfigError as e:
         raise ConfigError(f"{what}: {e}") from e
     ranks = [len(x.shape) for x in jax.tree.leaves(outputs)]
-    if ranks not in ([1], [2, 1]):  # scores; tokens and their scores
+    if for_metrics and ranks not in ([1], [2, 1]):  # scores; tokens and their scores
         raise ConfigError(
             f"{what}: gives arrays of {' and '.join(map(str, ranks))} dimensions, and one result for each example is "
             "needed. Is return_all_decodes bound?"

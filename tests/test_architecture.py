@@ -35,7 +35,17 @@ ROOMS = (
         "profiling",
         "trainer",
     ),
-    ("run_dir", "checkpoint_files", "checkpoints", "saving", "evaluation", "inference", "interrupts", "loop"),
+    (
+        "run_dir",
+        "checkpoint_files",
+        "checkpoints",
+        "saving",
+        "evaluation",
+        "inference",
+        "inference_files",
+        "interrupts",
+        "loop",
+    ),
     (
         "cli.gin_command",
         "main",

@@ -183,7 +183,7 @@ def test_run_and_model_files_go_in_any_order(order, how, tmp_path):
 
 @pytest.mark.parametrize("name", sorted(str(p.relative_to(SHIPPED)) for p in (SHIPPED / "models").glob("*.gin")))
 def test_no_model_file_sets_what_is_the_run_files(name):
-    parse(*(["VOCABULARY_FILE='x'"] if "t5_1_1" in name else []), files=["runs/pretrain.gin", name])
+    parse(files=["runs/pretrain.gin", name])
     assert gin.query_parameter("%BASE_LEARNING_RATE") == 0.001
 
 
@@ -237,14 +237,19 @@ def required_by(files):
     return []
 
 
-@pytest.mark.parametrize("name", ALL_FILES)
+LARGE = tuple(f"_{size}.gin" for size in ("large", "xl", "xxl", "3b", "11b"))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n.endswith(LARGE) else n for n in ALL_FILES]
+)
 def test_every_shipped_file_parses_and_its_model_initialises(name):
     brings_its_model = name.startswith("models/") or name == "runs/quickstart.gin"
     files = [name] if brings_its_model else ["models/tiny.gin", name]
     if name.startswith("optimizers/"):  # which come last, and may use what a run file sets
         files.insert(1, "runs/pretrain.gin")
     gin_utils.parse_gin_flags([], files, required_by(files))
-    cls = models.EncoderDecoderModel if "t5" in name else models.DecoderOnlyModel
+    cls = models.EncoderDecoderModel if "t5_1" in name or "mt5" in name or "byt5" in name else models.DecoderOnlyModel
     model = gin.get_configurable(cls)()
     inputs = {feature: (2, 8) for feature in model.REQUIRED_FEATURES}
     shapes = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), inputs))

@@ -178,6 +178,18 @@ PAIRS = (
     "models.T5Config.num_encoder_layers = 1",
     "models.T5Config.num_decoder_layers = 1",
 )
+T5X_DECODER = (
+    "VOCABULARY = @seqio.ByteVocabulary()",
+    f"MIXTURE_OR_TASK_NAME = '{tiny.PREDICTED_TASK}'",
+    "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 8}",
+    "models.TransformerConfig.vocab_size = 384",
+    "models.TransformerConfig.dtype = 'float32'",
+    "models.TransformerConfig.emb_dim = 32",
+    "models.TransformerConfig.num_heads = 4",
+    "models.TransformerConfig.head_dim = 8",
+    "models.TransformerConfig.mlp_dim = 64",
+    "models.TransformerConfig.num_layers = 1",
+)
 PIECES = Path(seqio.__file__).parent / "test_data" / "sentencepiece" / "sentencepiece.model"
 
 
@@ -197,6 +209,9 @@ OPTIMIZERS = [name for name in optimizers.__all__ if needs(getattr(optimizers, n
 COMMANDS = {
     "train": Command(train.train, (*DECODER, EVERY), ("MODEL_PARALLEL = 1", *TRAIN)),
     "pairs": Command(train.train, ("models/t5_1_1_small.gin", "runs/pretrain.gin"), (*PAIRS, *TRAIN)),
+    "t5x_decoder": Command(
+        train.train, ("models/t5_decoder_base.gin", "runs/pretrain.gin", EVERY), (*T5X_DECODER, *TRAIN)
+    ),
     "pieces": Command(
         train.train,
         ("models/t5_1_1_small.gin", "runs/pretrain.gin"),
@@ -273,7 +288,7 @@ def bindings_of(name: str, is_run: bool) -> st.SearchStrategy[str]:
 
 def bindings(is_run: bool = False) -> st.SearchStrategy[tuple[str, str]]:
     """(command, binding); commands are as frequent as they have arguments of their own."""
-    commands = ["train"] * 6 + ["eval", "infer", "bench", "sweep", "pairs", "pieces", "dp"] + OPTIMIZERS
+    commands = ["train"] * 6 + ["eval", "infer", "bench", "sweep", "pairs", "t5x_decoder", "pieces", "dp"] + OPTIMIZERS
     chosen = [name for name in commands if COMMANDS[name].is_run or not is_run]
     return st.deferred(
         lambda: st.sampled_from(chosen).flatmap(lambda name: st.tuples(st.just(name), bindings_of(name, is_run)))
@@ -367,7 +382,7 @@ def test_every_public_configurable_with_defaults_is_fuzzed():
     assert not public - covered
 
 
-@pytest.mark.parametrize("name", ["train", "pairs", "pieces", "eval", "infer", "bench", "sweep", "dp"])
+@pytest.mark.parametrize("name", ["train", "pairs", "t5x_decoder", "pieces", "eval", "infer", "bench", "sweep", "dp"])
 def test_commands_that_are_fuzzed_are_fine_as_they_are(name, tmp_path, capsys):
     """Else everything would be refused, whatever its value."""
     COMMANDS[name].configure(str(tmp_path))
@@ -383,6 +398,8 @@ def test_commands_that_are_fuzzed_are_fine_as_they_are(name, tmp_path, capsys):
         ("bench", "STEPS = 0", "benchmark.steps = 0 .*at least 1"),
         ("eval", "models.T5Config.emb_dim = 64", "has other shapes"),
         ("infer", "models.T5Config.emb_dim = 64", "has other shapes"),
+        ("t5x_decoder", "decoding.temperature_sample.topp = 0.5", "Set topk = 0"),
+        ("t5x_decoder", "decoding.temperature_sample.topk = -1", "topk = -1"),
         ("eval", "seqio.Evaluator.logger_cls = ['x']", r"Evaluator.logger_cls = \['x'\] .*a class"),
     ],
 )

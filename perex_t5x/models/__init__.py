@@ -7,11 +7,17 @@ attention.py  heads, cache, masks, positions decoding.py   greedy, sampling, bea
 dropout.py    one key per example            head.py       output projection and loss in chunks
 splash.py     attention by TPU kernels       remat.py      what the backward pass keeps
 rotary.py     positions as rotations         rows.py       examples as rows, for kernels and chunks
+scalable_network.py   T5X's scalable T5
 attention_kernels.py, softmax_kernel.py      the TPU kernels
 """
 
-from perex_t5x.models.base_model import BaseTransformerModel
-from perex_t5x.models.config import T5Config
+from perex_t5x.models.base_model import (
+    BaseTransformerModel,
+    DecoderParams,
+    get_input_vocabulary,
+    get_output_vocabulary,
+)
+from perex_t5x.models.config import T5Config, TransformerConfig
 from perex_t5x.models.decoder_only_model import DecoderOnlyModel
 from perex_t5x.models.encoder_decoder_model import EncoderDecoderModel
 from perex_t5x.models.network import DecoderWrapper, Transformer, restack
@@ -19,9 +25,13 @@ from perex_t5x.models.network import DecoderWrapper, Transformer, restack
 __all__ = [
     "BaseTransformerModel",
     "DecoderOnlyModel",
+    "DecoderParams",
     "DecoderWrapper",
     "EncoderDecoderModel",
     "T5Config",
     "Transformer",
+    "TransformerConfig",
+    "get_input_vocabulary",
+    "get_output_vocabulary",
     "restack",
 ]

@@ -32,6 +32,7 @@ class LayerContext:
     - 'prefill': whole prompts; keys and values are also written to a cache of `cache_length` positions;
     - 'decode': one token per row at `positions_B`, against the cache.
 
+    With `relative_positions_BxT` every layer has a bias of its own, of queries at these positions to `relative_keys` keys.
     With `splash` self-attention is causal within the segments of `segment_ids_BxT`, by kernels, without a mask or a bias.
     """
 
@@ -43,6 +44,8 @@ class LayerContext:
     positions_B: jax.Array | None = None
     dropout_keys_B: jax.Array | None = None
     segment_ids_BxT: jax.Array | None = None
+    relative_positions_BxT: jax.Array | None = None
+    relative_keys: int = struct.field(pytree_node=False, default=0)
     is_causal: bool = struct.field(pytree_node=False, default=False)
     mode: str = struct.field(pytree_node=False, default="train")
     cache_length: int = struct.field(pytree_node=False, default=0)

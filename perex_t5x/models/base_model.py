@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,13 +16,27 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from perex_t5x import arguments, gin_utils
+from perex_t5x.arguments import PositiveInt
 from perex_t5x.errors import ConfigError
-from perex_t5x.models import decoding, head, losses, remat, splash
+from perex_t5x.models import decoding, head, losses, protocol, remat, splash
 from perex_t5x.models.config import T5Config
 
 Batch = Mapping[str, jax.Array]
 Params = Any
 Sums = dict[str, jax.Array]
+DecodeFn = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderParams:
+    """What a model's predictions are unless a call says otherwise."""
+
+    return_all_decodes: bool = False
+    num_decodes: PositiveInt = 1
+
+    def __post_init__(self) -> None:
+        arguments.check_fields(self)
 
 
 class BaseTransformerModel(abc.ABC):
@@ -35,6 +49,8 @@ class BaseTransformerModel(abc.ABC):
     Args:
       module: the network.
       optimizer_def: an optax transformation or a function that makes one; the model only carries it.
+      decode_fn: makes predictions: one of `perex_t5x.models.decoding`, or a function like those.
+      feature_converter_cls: makes batches of a task's features, in place of the model's own `FEATURE_CONVERTER_CLS`.
       loss_normalizing_factor: what W is, see `perex_t5x.models.losses.normalizer`.
       z_loss: coefficient of (log Z)², which keeps the logits from drifting; T5 uses 1e-4.
       label_smoothing: probability given away from the target, uniformly.
@@ -43,6 +59,7 @@ class BaseTransformerModel(abc.ABC):
     # Features of a batch that the network needs, and those that it takes where they are present.
     REQUIRED_FEATURES: tuple[str, ...]
     OPTIONAL_FEATURES: tuple[str, ...]
+    input_vocabulary: Any
     output_vocabulary: Any  # of what the model predicts
 
     def __init__(
@@ -52,9 +69,16 @@ class BaseTransformerModel(abc.ABC):
         loss_normalizing_factor: losses.LossNormalizingFactor = None,
         z_loss: losses.ZLoss = 0.0,
         label_smoothing: losses.Smoothing = 0.0,
+        decode_fn: DecodeFn = decoding.temperature_sample,
+        feature_converter_cls: type | None = None,
+        default_decoder_params: DecoderParams | None = None,
     ):
         self.module = module
         self.optimizer_def = optimizer_def
+        self.decode_fn = gin_utils.configured(decode_fn)
+        self.default_decoder_params = default_decoder_params or DecoderParams()
+        if feature_converter_cls is not None:
+            self.FEATURE_CONVERTER_CLS = feature_converter_cls
         self.z_loss = z_loss
         self.label_smoothing = label_smoothing
         losses.check_loss_arguments(type(self).__name__, loss_normalizing_factor, z_loss, label_smoothing)
@@ -66,7 +90,9 @@ class BaseTransformerModel(abc.ABC):
         """SeqIO's feature converter class; imported when asked for, since SeqIO loads TensorFlow."""
 
     @abc.abstractmethod
-    def _start_decoding(self, params: Params, batch: Batch, max_decode_len: int | None) -> decoding.Start:
+    def _start_decoding(
+        self, params: Params, batch: Batch, max_decode_len: int | None, **options: Any
+    ) -> decoding.Start:
         """Runs the prompt through the network and returns the state that decoding starts from."""
 
     @abc.abstractmethod
@@ -130,7 +156,7 @@ class BaseTransformerModel(abc.ABC):
         if missing:
             raise ConfigError(
                 f"{type(self).__name__}: the batch has no {missing[0]!r}; it has {sorted(input_shapes)}. The feature "
-                f"converter of this model is {self.FEATURE_CONVERTER_CLS().__name__}."
+                f"converter of this model is {protocol.feature_converter_cls(self).__name__}."
             )
         types = input_types or {}
         batch = {name: jnp.ones(shape, types.get(name, jnp.int32)) for name, shape in input_shapes.items()}
@@ -266,50 +292,72 @@ class BaseTransformerModel(abc.ABC):
         batch: Batch,
         rng: jax.Array | None = None,
         *,
-        decode_method: str = "greedy",
-        num_decodes: int = 1,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        alpha: float = 0.6,
-        max_decode_len: int | None = None,
-        return_all_decodes: bool = False,
+        decoder_params: Mapping[str, Any] | None = None,
+        return_all_decodes: bool | None = None,
+        num_decodes: PositiveInt | None = None,
+        max_decode_len: PositiveInt | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Continues each row.
+        """Continues each row by the model's `decode_fn`.
 
         Args:
           params: the network's parameters.
           batch: features of the prompts (see the model's class).
-          rng: for 'temperature': one typed key (row b then uses fold_in(rng, b)) or one per row, [B].
-          decode_method: 'greedy', 'temperature' or 'beam'.
-          num_decodes: beams, or samples per row.
-          temperature, top_k: of sampling; top_k = 0 keeps the whole vocabulary.
-          alpha: length penalty of beam search, see `perex_t5x.models.decoding.length_penalty`.
+          rng: where the function draws at random: one typed key (row b then uses fold_in(rng, b)) or one per row, [B].
+          decoder_params: further arguments of the function, such as {'temperature': 0.5, 'topk': 0}.
+          return_all_decodes: all `num_decodes`, best last, instead of the best; None: the model's `default_decoder_params`.
+          num_decodes: beams, or samples, per row; None as above.
           max_decode_len: most new tokens per row; None: as many as the row has room for.
-          return_all_decodes: all `num_decodes`, best last, instead of the best.
 
         Returns:
-          New tokens after each prompt, [B, L] ([B, num_decodes, L] if all), with EOS, then 0; and {'scores': log
-          probability of each} (for beams with the length penalty).
+          New tokens after each prompt, [B, L] ([B, num_decodes, L] if all), with EOS, then 0; and {'scores': those of the
+          function}.
         """
-        decoding.check_arguments(decode_method, rng, num_decodes, temperature, top_k, alpha, max_decode_len)
-        start = self._start_decoding(params, batch, max_decode_len)
-        tokens_BxNxL, scores_BxN = decoding.decode(
-            start,
-            eos_id=self.output_vocabulary.eos_id,
-            method=decode_method,
-            num_decodes=num_decodes,
-            rng=rng,
-            temperature=temperature,
-            top_k=top_k,
-            alpha=alpha,
+        return self._predict(params, batch, rng, decoder_params, return_all_decodes, num_decodes, max_decode_len)
+
+    def _predict(
+        self,
+        params: Params,
+        batch: Batch,
+        rng: jax.Array | None,
+        decoder_params: Mapping[str, Any] | None,
+        return_all_decodes: bool | None,
+        num_decodes: int | None,
+        max_decode_len: int | None,
+        **options: Any,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """`predict_batch_with_aux`; `options` are those of a class's `_start_decoding`."""
+        given = {"return_all_decodes": return_all_decodes, "num_decodes": num_decodes, "max_decode_len": max_decode_len}
+        hints = arguments.hints(BaseTransformerModel.predict_batch_with_aux)
+        arguments.check("predict_batch_with_aux", hints, given | {"decoder_params": decoder_params})
+        default = self.default_decoder_params
+        decoder_params = {"eos_id": getattr(self.output_vocabulary, "eos_id", 1) or 1, **(decoder_params or {})}
+        decoding.check_parameters(self.decode_fn, decoder_params)
+        if rng is not None:
+            if decoder_params.get("decode_rng") is not None:
+                raise ConfigError("decoder_params has a 'decode_rng', and keys are given too: leave it out.")
+            decoder_params["decode_rng"] = rng
+        tokens_BxNxL, scores_BxN = self.decode_fn(
+            self._start_decoding(params, batch, max_decode_len, **options),
+            num_decodes=default.num_decodes if num_decodes is None else num_decodes,
+            **decoder_params,
         )
-        if return_all_decodes:
+        if default.return_all_decodes if return_all_decodes is None else return_all_decodes:
             return tokens_BxNxL, {"scores": scores_BxN}
         return tokens_BxNxL[:, -1], {"scores": scores_BxN[:, -1]}
 
     @property
     def _cache_batch_axis(self) -> int:
         return 1 if self.config.scan_layers else 0
+
+
+def get_input_vocabulary(model: BaseTransformerModel) -> Any:
+    """A model's vocabulary of inputs, to be bound to a `seqio.Feature`."""
+    return model.input_vocabulary
+
+
+def get_output_vocabulary(model: BaseTransformerModel) -> Any:
+    """A model's vocabulary of what it predicts, to be bound to a `seqio.Feature`."""
+    return model.output_vocabulary
 
 
 def _keys_per_row(rng: jax.Array, rows: int) -> jax.Array:

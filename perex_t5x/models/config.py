@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -40,8 +40,12 @@ class T5Config:
       mlp_activations: one per input projection; their product enters the output projection. ('silu', 'linear') is
         a gated MLP, ('relu',) a plain one.
       dropout_rate: see `perex_t5x.models.dropout`.
-      rotary_max_wavelength: of the slowest rotary position, in tokens / 2π (decoder-only); long rows want more than 10,000.
+      positions: of the decoder-only network: 'rotary', or 'relative' for T5X's, a learned bias by distance with unscaled
+        attention (`TransformerConfig`). An encoder-decoder always has T5's relative bias.
+      relative_bias: one bias for all layers of a stack ('shared'), or one 'per_layer', as umT5 has it.
+      rotary_max_wavelength: of the slowest rotary position, in tokens / 2π; long rows want more than 10,000.
       logits_via_embedding: True ties the output projection to the embedding.
+      float32_attention_logits: T5X's; here attention's logits are at least float32 whatever it is.
       scan_layers: one scanned layer with stacked parameters (leading axis `layers`) instead of an unrolled stack.
       remat_policy: what the backward pass keeps of each layer: 'none' (everything, no rematerialisation), 'full'
         (nothing), 'minimal' (results of products with weights), values by name such as 'save:context,mlp_in', or any
@@ -66,7 +70,10 @@ class T5Config:
     mlp_activations: tuple[str, ...] = ("gelu", "linear")
     dropout_rate: Annotated[float, Interval("[0, 1)")] = 0.0
     logits_via_embedding: bool = False
+    float32_attention_logits: bool = False
     num_kv_heads: PositiveInt | None = None
+    positions: Literal["rotary", "relative"] = "rotary"
+    relative_bias: Literal["shared", "per_layer"] = "shared"
     rotary_max_wavelength: Annotated[float, Interval("(1, ∞)")] = 10_000.0
     scan_layers: bool = False
     remat_policy: str = "none"
@@ -103,6 +110,30 @@ class T5Config:
     def wide_dtype(self) -> jnp.dtype:
         """What norms, logits and the loss are computed in: `dtype`, but at least float32."""
         return jnp.promote_types(self.compute_dtype, jnp.float32)
+
+
+@dataclass(frozen=True)
+class TransformerConfig(T5Config):
+    """T5X's decoder-only transformer, with its names and defaults; `T5Config` has the others.
+
+    Attributes:
+      num_layers: depth, T5X's name of `num_decoder_layers`.
+
+    >>> config = TransformerConfig(vocab_size=384, num_layers=2)
+    >>> config.num_decoder_layers, config.positions, config.mlp_activations
+    (2, 'relative', ('relu',))
+    """
+
+    num_encoder_layers: int = field(default=0, init=False)
+    num_decoder_layers: int = field(default=0, init=False)
+    mlp_activations: tuple[str, ...] = ("relu",)
+    dropout_rate: Annotated[float, Interval("[0, 1)")] = 0.1
+    positions: Literal["rotary", "relative"] = "relative"
+    num_layers: Annotated[int, Interval("[1, 10000]")] = 6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "num_decoder_layers", self.num_layers)
 
 
 def _dtype_name(dtype: object) -> str:

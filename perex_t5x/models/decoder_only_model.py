@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from perex_t5x.errors import ConfigError
 from perex_t5x.models import decoding, losses
-from perex_t5x.models.base_model import BaseTransformerModel, Batch, Params
+from perex_t5x.models.base_model import BaseTransformerModel, Batch, DecodeFn, Params
 from perex_t5x.models.config import decoder_only_flops
 
 
@@ -42,9 +42,12 @@ class DecoderOnlyModel(BaseTransformerModel):
         z_loss: losses.ZLoss = 0.0,
         label_smoothing: losses.Smoothing = 0.0,
         inputs_bidirectional_attention: bool = False,
+        decode_fn: DecodeFn = decoding.temperature_sample,
+        feature_converter_cls: type | None = None,
     ):
-        super().__init__(module, optimizer_def, loss_normalizing_factor, z_loss, label_smoothing)
-        self.vocabulary = self.output_vocabulary = vocabulary
+        losses_of = loss_normalizing_factor, z_loss, label_smoothing
+        super().__init__(module, optimizer_def, *losses_of, decode_fn, feature_converter_cls)
+        self.vocabulary = self.input_vocabulary = self.output_vocabulary = vocabulary
         self.inputs_bidirectional_attention = inputs_bidirectional_attention
 
     @classmethod
@@ -60,7 +63,11 @@ class DecoderOnlyModel(BaseTransformerModel):
         return batch_size * decoder_only_flops(self.config, length)
 
     def _attention_features(self, batch: Mapping[str, Any]) -> dict[str, bool]:
-        return {"has_prefix": self.inputs_bidirectional_attention and "decoder_causal_attention" in batch}
+        has_bias = self.config.positions == "relative"
+        return {
+            "has_bias": has_bias,
+            "has_prefix": self.inputs_bidirectional_attention and "decoder_causal_attention" in batch,
+        }
 
     def _network_inputs(self, batch: Batch) -> dict[str, jax.Array | None]:
         marks_BxT = batch.get("decoder_causal_attention") if self.inputs_bidirectional_attention else None

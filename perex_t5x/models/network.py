@@ -1,7 +1,8 @@
-"""The two networks, under T5X's names: `DecoderWrapper` (decoder-only) and `Transformer` (T5 1.1 encoder-decoder).
+"""The two networks, under T5X's names: `DecoderWrapper` (decoder-only) and `Transformer` (T5's encoder-decoder).
 
 Both are stacks of one kind of `Layer`, unrolled or scanned, with or without rematerialisation, always the same function. A
-T5X Gin file that says `from t5x.examples.t5 import network` becomes `from perex_t5x.models import network`.
+T5X Gin file that says `from t5x.examples.t5 import network`, or `t5x.examples.decoder_only`, becomes
+`from perex_t5x.models import network`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from perex_t5x import partitioning
 from perex_t5x.errors import ConfigError
 from perex_t5x.models import attention, dropout, remat, splash
 from perex_t5x.models.attention import LayerContext, MultiHeadAttention, RelativePositionBias
-from perex_t5x.models.config import T5Config
+from perex_t5x.models.config import T5Config, TransformerConfig
 from perex_t5x.models.head import Head
 from perex_t5x.models.layers import Embed, MlpBlock, OutputProjection, RMSNorm, carried_rms
 from perex_t5x.models.rotary import tables as rotary_tables
@@ -24,11 +25,13 @@ from perex_t5x.partitioning import constrain
 
 Carry = tuple[jax.Array, jax.Array | None]  # of layers: x [B, T, D], and `carried_rms(x)`
 
-__all__ = ["DecoderWrapper", "T5Config", "Transformer"]
+__all__ = ["DecoderWrapper", "T5Config", "Transformer", "TransformerConfig"]
 
 
 class DecoderWrapper(nn.Module):
-    """Decoder-only network: pre-norm RMSNorm, rotary positions, gated MLP, causal or prefix attention.
+    """Decoder-only network: pre-norm RMSNorm, causal or prefix attention; positions are rotary or relative.
+
+    With a `TransformerConfig` it is T5X's: relative position bias, unscaled attention, the embedding inside the decoder.
 
     >>> import jax.numpy as jnp
     >>> config = T5Config(vocab_size=32, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=16, num_decoder_layers=1)
@@ -43,6 +46,9 @@ class DecoderWrapper(nn.Module):
     takes_head = True
 
     def setup(self) -> None:
+        if self.config.positions == "relative":  # T5X's parameter is decoder/token_embedder/embedding
+            self.decoder = Decoder(self.config, None, has_encoder=False)
+            return
         if self.config.head_dim % 2:
             raise ConfigError(f"T5Config.head_dim = {self.config.head_dim}: rotary positions need an even number.")
         self.token_embedder = Embed(self.config)
@@ -160,15 +166,15 @@ class _Stack(nn.Module):
     """What the encoder and the decoder share: embedding in front of the layers, a norm behind them, dropout at both."""
 
     config: T5Config
-    token_embedder: Embed
+    shared_embedder: Embed | None  # None: one of the stack's own
 
     def _embed(
-        self, tokens_BxT: jax.Array, dropout_keys_B: jax.Array | None, stack: int
+        self, embedder: Embed, tokens_BxT: jax.Array, dropout_keys_B: jax.Array | None, stack: int
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """Returns embedded tokens, and the keys of dropout inside and outside the layers."""
         stack_keys_B = dropout.fold(dropout_keys_B, stack)
         outer_keys_B = dropout.fold(stack_keys_B, dropout.OUTSIDE_LAYERS)
-        x_BxTxD = self.token_embedder(tokens_BxT)
+        x_BxTxD = embedder(tokens_BxT)
         x_BxTxD = dropout.dropout(x_BxTxD, outer_keys_B, dropout.AFTER_EMBEDDING, self.config.dropout_rate)
         return x_BxTxD, stack_keys_B, outer_keys_B
 
@@ -191,11 +197,17 @@ class Encoder(_Stack):
         """Returns [B, S, emb_dim]."""
         cfg = self.config
         length = tokens_BxS.shape[1]
-        relpos_bias = RelativePositionBias(cfg, bidirectional=True, name="relpos_bias")
-        x_BxSxD, stack_keys_B, outer_keys_B = self._embed(tokens_BxS, dropout_keys_B, dropout.ENCODER)
+        positions_1xS = jnp.arange(length)[None, :]
+        per_layer = cfg.relative_bias == "per_layer"
+        bias = None if per_layer else _relative_bias(cfg, positions_1xS, length, bidirectional=True)
+        x_BxSxD, stack_keys_B, outer_keys_B = self._embed(
+            self.shared_embedder, tokens_BxS, dropout_keys_B, dropout.ENCODER
+        )
         context = LayerContext(
             mask=attention.encoder_self_mask(tokens_BxS, segment_ids_BxS),
-            bias=relpos_bias(jnp.arange(length)[None, :], num_keys=length, max_queries=length),
+            bias=bias,
+            relative_positions_BxT=positions_1xS if per_layer else None,
+            relative_keys=length,
             dropout_keys_B=stack_keys_B,
         )
         kind = {"self_attention": "attention", "scaled": False, "has_encoder": False}
@@ -204,7 +216,7 @@ class Encoder(_Stack):
 
 
 class Decoder(_Stack):
-    """Tokens to logits. `has_encoder` makes it T5's: relative bias and cross-attention instead of rotary positions."""
+    """Tokens to logits. `has_encoder` makes it T5's: relative bias and cross-attention."""
 
     has_encoder: bool
 
@@ -231,7 +243,8 @@ class Decoder(_Stack):
         """
         cfg = self.config
         length = tokens_BxT.shape[1]
-        features = {"has_bias": self.has_encoder, "has_prefix": causal_attention_BxT is not None}
+        is_relative = self.has_encoder or cfg.positions == "relative"
+        features = {"has_bias": is_relative, "has_prefix": causal_attention_BxT is not None}
         # While parameters are made, any attention will do: the program may be on other devices than the model's.
         by_splash = not self.is_initializing() and splash.use(cfg, *tokens_BxT.shape, mode, **features)
         if by_splash:
@@ -244,16 +257,17 @@ class Decoder(_Stack):
             positions_BxT = jnp.arange(length)[None, :]
 
         rotary = bias = None
-        if not self.has_encoder:
+        # Distances within a packed example are those within the row: no need of its own positions.
+        at_BxT = positions_BxT if mode == "decode" else jnp.arange(length)[None, :]
+        keys = cache_length if mode == "decode" else length
+        per_layer = is_relative and cfg.relative_bias == "per_layer"
+        if not is_relative:
             rotary = rotary_tables(positions_BxT, cfg.head_dim, cfg.rotary_max_wavelength)
-        else:
-            relpos_bias = RelativePositionBias(cfg, bidirectional=False, name="relpos_bias")
-            # Distances within a packed example are those within the row: no need of its own positions.
-            at = positions_BxT if mode == "decode" else jnp.arange(length)[None, :]
-            keys = cache_length if mode == "decode" else length
-            bias = relpos_bias(at, num_keys=keys, max_queries=keys)
+        elif not per_layer:
+            bias = _relative_bias(cfg, at_BxT, keys, bidirectional=False)
 
-        x_BxTxD, stack_keys_B, outer_keys_B = self._embed(tokens_BxT, dropout_keys_B, dropout.DECODER)
+        embedder = self.shared_embedder or Embed(cfg, name="token_embedder")
+        x_BxTxD, stack_keys_B, outer_keys_B = self._embed(embedder, tokens_BxT, dropout_keys_B, dropout.DECODER)
         context = LayerContext(
             mask=mask,
             bias=bias,
@@ -263,17 +277,25 @@ class Decoder(_Stack):
             positions_B=positions_BxT[:, 0] if mode == "decode" else None,
             dropout_keys_B=stack_keys_B,
             segment_ids_BxT=segment_ids_BxT if by_splash else None,
+            relative_positions_BxT=at_BxT if per_layer else None,
+            relative_keys=keys,
             is_causal=mask is None,
             mode=mode,
             cache_length=cache_length,
             splash=by_splash,
         )
-        kind = {"self_attention": "self_attention", "scaled": not self.has_encoder, "has_encoder": self.has_encoder}
+        kind = {"self_attention": "self_attention", "scaled": not is_relative, "has_encoder": self.has_encoder}
         carry = apply_layers(cfg, cfg.num_decoder_layers, x_BxTxD, context, **kind)
         x_BxTxD = self._normed(carry, outer_keys_B, "decoder_norm")
         if cfg.logits_via_embedding:
-            return self.token_embedder.attend(x_BxTxD, head)
+            return embedder.attend(x_BxTxD, head)
         return OutputProjection(cfg, name="logits_dense")(x_BxTxD, head)
+
+
+def _relative_bias(config: T5Config, positions_BxT: jax.Array, keys: int, bidirectional: bool) -> jax.Array:
+    """[B, heads, T, keys]; call it inside a compact method."""
+    bias = RelativePositionBias(config, bidirectional=bidirectional, name="relpos_bias")
+    return bias(positions_BxT, num_keys=keys, max_queries=keys)
 
 
 # --- layers ------------------------------------------------------------------------------------------------------------
@@ -299,6 +321,10 @@ class Layer(nn.Module):
         cfg = self.config
         x_BxTxD, inverse_BxTx1 = carry
         keys_B = dropout.fold(context.dropout_keys_B, layer_index + 1)
+        if context.relative_positions_BxT is not None:
+            where = context.relative_positions_BxT, context.relative_keys
+            is_encoder = self.self_attention == "attention"
+            context = context.replace(bias=_relative_bias(cfg, *where, bidirectional=is_encoder))
 
         def add(x_BxTxD: jax.Array, y_BxTxD: jax.Array, site: int) -> jax.Array:
             y_BxTxD = dropout.dropout(y_BxTxD, keys_B, site, cfg.dropout_rate)

@@ -125,6 +125,8 @@ def test_scanned_and_tied_under_every_policy(policy, monkeypatch):
         (decoder, {"num_kv_heads": 1, "loss_chunks": 4, **SCANNED}, "packed"),
         (encoder_decoder, SCANNED, "encoder_decoder"),
         (encoder_decoder, dict(num_encoder_layers=1, num_decoder_layers=1), "encoder_decoder"),
+        (encoder_decoder, dict(relative_bias="per_layer", **SCANNED), "encoder_decoder"),
+        (decoder, dict(positions="relative", mlp_activations=("relu",), logits_via_embedding=True), "packed"),
     ],
     ids=[
         "unrolled_remat_untied",
@@ -132,6 +134,8 @@ def test_scanned_and_tied_under_every_policy(policy, monkeypatch):
         "scanned_grouped_packed_chunks",
         "t5_scanned",
         "t5_unrolled",
+        "umt5_scanned",
+        "t5x_decoder_only_packed",
     ],
 )
 def test_networks(make, changes, kind):
