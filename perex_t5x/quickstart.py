@@ -119,8 +119,8 @@ What to try next
      .venv/bin/python -m perex_t5x.infer --gin_file=models/tiny.gin --gin_file=runs/infer.gin \\
        --gin.CHECKPOINT_PATH={where} --gin.INFER_OUTPUT_DIR={samples} \\
        --gin.MIXTURE_OR_TASK_NAME=python_stdlib_continuation --gin.NUM_EXAMPLES=8 --gin.BATCH_SIZE=8 \\
-       --gin.DECODE_METHOD=temperature --gin.TEMPERATURE=0.7 \\
-       --gin.TASK_FEATURE_LENGTHS="{{'inputs': 64, 'targets': 64}}" && cat {samples}/*.jsonl
+       --gin.decoding.temperature_sample.topk=0 --gin.decoding.temperature_sample.temperature=0.7 \\
+       --gin.TASK_FEATURE_LENGTHS="{{'inputs': 64, 'targets': 64}}" && cat {samples}/*.jsonl-00000-of-00001
   2. Train it longer; the run resumes where it stopped:
      .venv/bin/python -m perex_t5x.train --gin_file=runs/quickstart.gin --gin.MODEL_DIR={where} --gin.TRAIN_STEPS=4000
   3. Train with Adam on the batch gradient, to compare (others: gin/optimizers/):

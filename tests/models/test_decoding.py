@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import importlib.util
 import itertools
 
 import jax
@@ -345,14 +344,13 @@ def test_beams_as_t5x_has_them():
     np.testing.assert_allclose(scores, [[-1.7120825, -1.4669042, -1.3827577]], atol=1e-5)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("t5x") is None, reason="needs T5X")
 @pytest.mark.parametrize(
     "name, num_decodes, options",
     [("beam_search", 4, {}), ("beam_search", 1, dict(alpha=0.0)), ("temperature_sample", 1, {})],
 )
-def test_predictions_are_t5xs(name, num_decodes, options):
-    import t5x.decoding
-    import t5x.models
+def test_predictions_are_t5xs(t5x, name, num_decodes, options):
+    from t5x import decoding as t5x_decoding
+    from t5x import models as t5x_models
     from t5x.examples.t5 import network
 
     model = encoder_decoder(dropout_rate=0.1)
@@ -360,8 +358,8 @@ def test_predictions_are_t5xs(name, num_decodes, options):
     p = likely_eos(params(model, features), by=0.8)
     sizes = {field: getattr(model.config, field) for field in network.T5Config.__dataclass_fields__}
     module = network.Transformer(network.T5Config(**sizes))
-    theirs = t5x.models.EncoderDecoderModel(
-        module, *[model.output_vocabulary] * 2, None, functools.partial(getattr(t5x.decoding, name), **options)
+    theirs = t5x_models.EncoderDecoderModel(
+        module, *[model.output_vocabulary] * 2, None, functools.partial(getattr(t5x_decoding, name), **options)
     )
     ours = predict(
         model,

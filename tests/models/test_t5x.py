@@ -1,6 +1,5 @@
 """The architectures are T5X's: its logits as literal numbers, and itself where it is installed."""
 
-import importlib.util
 from types import SimpleNamespace
 
 import jax
@@ -105,8 +104,6 @@ def test_the_configs_names_are_t5xs():
 
 # --- with T5X ----------------------------------------------------------------------------------------------------------
 
-needs_t5x = pytest.mark.skipif(importlib.util.find_spec("t5x") is None, reason="needs T5X")
-
 
 def leaves(tree):
     return {
@@ -138,9 +135,8 @@ def compare(ours, theirs, our_inputs, their_inputs, **kwargs):
     np.testing.assert_allclose(ours.apply({"params": p}, *our_inputs), out, atol=1e-5)
 
 
-@needs_t5x
 @pytest.mark.parametrize("tied", [False, True])
-def test_decoder_only_is_t5xs(tied):
+def test_decoder_only_is_t5xs(t5x, tied):
     from t5x.examples.decoder_only import network as t5x_network
 
     sizes = DECODER | dict(num_layers=2, logits_via_embedding=tied)
@@ -155,9 +151,8 @@ def test_decoder_only_is_t5xs(tied):
     compare(ours, theirs, (tokens, positions, segments, marks), (tokens, tokens, segments, positions, marks))
 
 
-@needs_t5x
 @pytest.mark.parametrize("activations, tied", [(("relu",), True), (("gelu", "linear"), False)])
-def test_t5_is_t5xs(activations, tied):
+def test_t5_is_t5xs(t5x, activations, tied):
     from t5x.examples.t5 import network as t5x_network
 
     sizes = DECODER | dict(
@@ -169,8 +164,7 @@ def test_t5_is_t5xs(activations, tied):
     compare(ours, theirs, (INPUTS, TOKENS), (INPUTS, TOKENS, targets))
 
 
-@needs_t5x
-def test_scalable_t5_is_t5xs():
+def test_scalable_t5_is_t5xs(t5x):
     """Its kernels have an axis for heads; here they are matrices."""
     from t5x.examples.scalable_t5 import network as t5x_network
 
@@ -188,9 +182,8 @@ def test_scalable_t5_is_t5xs():
     np.testing.assert_allclose(ours.apply({"params": matrices}, INPUTS, TOKENS), expected, atol=1e-5)
 
 
-@needs_t5x
-def test_decoder_only_loss_and_gradient_are_t5xs():
-    import t5x.models
+def test_decoder_only_loss_and_gradient_are_t5xs(t5x):
+    from t5x import models as t5x_models
     from t5x.examples.decoder_only import network as t5x_network
 
     sizes = dict(vocab_size=24, emb_dim=16, num_heads=4, head_dim=8, mlp_dim=24, num_layers=2, dropout_rate=0.0)
@@ -199,7 +192,7 @@ def test_decoder_only_loss_and_gradient_are_t5xs():
         network.DecoderWrapper(network.TransformerConfig(**sizes)), vocabulary, None, z_loss=1e-2
     )
     module = t5x_network.DecoderWrapper(t5x_network.TransformerConfig(**sizes))
-    theirs = t5x.models.DecoderOnlyModel(module, vocabulary, None, z_loss=1e-2)
+    theirs = t5x_models.DecoderOnlyModel(module, vocabulary, None, z_loss=1e-2)
     features = batch("decoder_only")
     p = params(ours, features)
     expected = jax.value_and_grad(lambda p: theirs.loss_fn(p, features, None)[0])(p)

@@ -1,0 +1,1 @@
+"""Gin files of T5X's become ours: `python -m perex_t5x.gin_port FILE`."""
