@@ -6,8 +6,8 @@
                                                                 into a folder, and what it includes, too
 
 Imports, includes and names are changed, line by line; comments and all other lines stay. T5X's own run and model files
-become shipped ones. What has no counterpart is commented out with the reason, and listed on standard error with file and line;
---report=FILE writes the list as JSON. The exit code is 1 if something was left out, else 0.
+become shipped ones. What has no counterpart is commented out with the reason, and listed on standard error with file and
+line; --report=FILE writes the list as JSON. The exit code is 1 if something was left out, else 0.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ _RUNS = {
     "eval": "from_t5x/eval.gin",
     "infer": "from_t5x/infer.gin",
 }
-_SIZES = {
+SIZES = {
     "t5_1_0": ("small", "base", "large", "3b", "11b"),
     "t5_1_1": ("small", "base", "large", "xl", "xxl"),
     "mt5": ("small", "base", "large", "xl", "xxl"),
@@ -98,7 +98,7 @@ def shipped_includes(path: str) -> list[str]:
         return [_RUNS[found[1]]] if found[1] in _RUNS else []
     if found := re.search(r"(?:^|/)t5x/examples/t5/(\w+)/(\w+)\.gin$", path):
         family, size = found[1], found[2].lower()
-        return [f"models/{family}_{size}.gin", "from_t5x/model_defaults.gin"] if size in _SIZES.get(family, ()) else []
+        return [f"models/{family}_{size}.gin", "from_t5x/model_defaults.gin"] if size in SIZES.get(family, ()) else []
     if found := re.search(r"(?:^|/)t5x/examples/decoder_only/models/(base|large|xl|xxl)\.gin$", path):
         return [f"models/t5_decoder_{found[1]}.gin", "from_t5x/model_defaults.gin"]
     return []
