@@ -1,8 +1,8 @@
 """T5X's `optimizers.chain` and `MultiOptimizer`, with which Gin combines optimizers; and its names of optax's optimizers.
 
 OPTIMIZER = @optimizers.chain()
-optimizers.chain.transformations = [@optax.clip(), @optimizers.micro_adam()]
-optax.clip.max_delta = 1.0
+optimizers.chain.transformations = [@optax.clip_by_global_norm(), @optimizers.micro_adam()]
+optax.clip_by_global_norm.max_norm = 1.0
 """
 
 from __future__ import annotations
