@@ -1,8 +1,10 @@
 """T5X's `optimizers.chain` and `MultiOptimizer`, with which Gin combines optimizers; and its names of optax's optimizers.
 
-OPTIMIZER = @optimizers.chain()
-optimizers.chain.transformations = [@optax.clip_by_global_norm(), @optimizers.micro_adam()]
-optax.clip_by_global_norm.max_norm = 1.0
+    OPTIMIZER = @optimizers.chain()
+    optimizers.chain.transformations = [@optax.clip_by_global_norm(), @optimizers.micro_adam()]
+    optax.clip_by_global_norm.max_norm = 1.0
+
+What has no learning rate of its own is driven by the trainer's schedule, and statistics reach every part.
 """
 
 from __future__ import annotations
