@@ -174,6 +174,7 @@ def infer(
                     vocabulary = task.output_features[output_vocab_feature_name].vocabulary
                     texts = [_with_texts(example, task) for _, _, example in chunk]
                     write_fn(output.chunk_path(number), ([x for x, _ in results], aux), texts, mode, vocabulary)
+                    output.chunk_complete(number)
             if is_writer:
                 output.complete(merge_fn if merge_chunked_results else None, checkpoints.step_of(path))
                 logging.info("wrote %s", output.path if merge_chunked_results else output.tmp_dir)

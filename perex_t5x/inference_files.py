@@ -2,7 +2,7 @@
 
     OUT/<task>-<mode>.jsonl-00000-of-00001                        the results, once all are there
     OUT/<task>-<mode>.jsonl-00000-of-00001.COMPLETED              what they are of
-    OUT/tmp-<task>-00000-of-00001/<the same name>-chunk00000      those so far; each file appears whole or not at all
+    OUT/tmp-<task>-00000-of-00001/<the same name>-chunk00000      those so far, each with a .COMPLETED beside it
     OUT/tmp-<task>-00000-of-00001/plan.json                       what they are of
 
 Names and lines are T5X's.
@@ -10,6 +10,7 @@ Names and lines are T5X's.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -30,6 +31,7 @@ WriteFn = Callable[[str, Inferences, Sequence[Mapping[str, Any]], str, Any], Non
 MergeFn = Callable[[str, str, str, int | None], None]
 
 TEXT = "_pretokenized"  # the end of the names of features that are a task's text
+COMPLETED = ".COMPLETED"
 
 
 def write_inferences_to_file(
@@ -120,34 +122,31 @@ class Output:
 
     def is_complete(self) -> bool:
         """Whether all results are there. Raises `ConfigError` if they, or those so far, are of another inference."""
-        self._check(self.path + ".COMPLETED", f"{self.path} has the results of another inference")
+        self._check(self.path + COMPLETED, f"{self.path} has the results of another inference")
         self._check(os.path.join(self.tmp_dir, "plan.json"), f"{self.tmp_dir} has some results of another inference")
-        return epath.Path(self.path + ".COMPLETED").exists()
+        return epath.Path(self.path + COMPLETED).exists()
 
     def chunks_done(self) -> int:
-        """How many chunks are there, from the first on."""
-        done = _chunks(self.tmp_dir, self.name)
-        for number, path in enumerate(done):
-            if path.name != self._chunk(number):
-                raise ConfigError(f"{self.tmp_dir} has {path.name}, but not {self._chunk(number)}: remove the folder.")
-        return len(done)
+        """How many chunks are complete, from the first on."""
+        numbers = itertools.count()
+        return next(n for n in numbers if not epath.Path(self.chunk_path(n) + COMPLETED).exists())
 
     def begin(self) -> None:
         files.write_atomically(os.path.join(self.tmp_dir, "plan.json"), json.dumps(dict(self.plan), indent=1))
 
     def chunk_path(self, number: int) -> str:
-        return os.path.join(self.tmp_dir, self._chunk(number))
+        return os.path.join(self.tmp_dir, f"{self.name}-chunk{number:05}")
+
+    def chunk_complete(self, number: int) -> None:
+        files.write_atomically(self.chunk_path(number) + COMPLETED, "")
 
     def complete(self, merge_fn: MergeFn | None, step: int | None) -> None:
         """Marks the results as complete; merged, if that is asked for."""
         if merge_fn is not None:
             merge_fn(self.output_dir, self.name, self.tmp_dir, step)
-        files.write_atomically(self.path + ".COMPLETED", json.dumps(dict(self.plan), indent=1))
+        files.write_atomically(self.path + COMPLETED, json.dumps(dict(self.plan), indent=1))
         if merge_fn is not None:
             epath.Path(self.tmp_dir).rmtree(missing_ok=True)
-
-    def _chunk(self, number: int) -> str:
-        return f"{self.name}-chunk{number:05}"
 
     def _check(self, path: str, what: str) -> None:
         try:
@@ -181,9 +180,8 @@ def by_name(aux: list[Any], as_numpy: bool) -> dict[str, list[Any]]:
 
 
 def _chunks(tmp_dir: str, name: str) -> list[Any]:
-    folder = epath.Path(tmp_dir)
-    found = folder.iterdir() if folder.exists() else ()
-    return sorted((path for path in found if re.fullmatch(re.escape(name) + r"-chunk\d{5,}", path.name)), key=str)
+    numbered = [(re.fullmatch(re.escape(name) + r"-chunk(\d+)", p.name), p) for p in epath.Path(tmp_dir).iterdir()]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in numbered if match)]
 
 
 def _decoded(tokens: Any, vocabulary: Any) -> Any:

@@ -13,7 +13,7 @@ from perex_t5x.models import decoding
 
 GIN = os.path.join(os.path.dirname(__file__), "..", "..", "gin")
 
-MILLIONS = {"nano": 0.064, "tiny": 0.427, "150m": 149.4, "1_2b": 1224.8, "8b": 8053.1}
+MILLIONS = {"nano": 0.0642, "tiny": 0.427, "150m": 149.4, "1_2b": 1224.8, "8b": 8053.1}
 MILLIONS |= {"t5_1_1_small": 77.0, "t5_1_1_base": 247.6, "t5_1_0_base": 222.9, "byt5_small": 299.6}
 MILLIONS |= {"mt5_small": 300.2, "t5_decoder_base": 109.6}
 LARGE = {"t5_1_0_small": 60.5, "t5_1_0_large": 737.7, "t5_1_0_3b": 2851.6, "t5_1_0_11b": 11307.3}
@@ -66,4 +66,4 @@ def test_how_a_model_decodes_is_bound_as_in_t5x():
         gin.parse_config(imports + "decoding.temperature_sample.num_decodes = 0")
     model = load("tiny")
     with pytest.raises(ConfigError, match="num_decodes = 0"):
-        model.decode_fn(None)
+        model.decode_fn(decoding.Start(*[None] * len(decoding.Start._fields)))
