@@ -184,8 +184,13 @@ def did_you_mean(name: str, known: Iterable[str], *, count: int = 1) -> str:
     " Did you mean 'TRAIN_STEPS'?"
     >>> did_you_mean("zebra", ["TRAIN_STEPS"])
     ''
+    >>> did_you_mean("num_layers", ["scan_layers", "num_encoder_layers", "num_decoder_layers"])  # those with all its words
+    " Did you mean 'num_encoder_layers' or 'num_decoder_layers'?"
     """
-    near = difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
+    known, words = list(known), set(name.split("_"))
+    near = [other for other in known if words < set(other.split("_"))] if len(words) > 1 else []
+    if not 0 < len(near) <= max(count, 2):
+        near = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
     if not near:
         return ""
     return " Did you mean " + " or ".join(repr(n) for n in near) + "?"
