@@ -58,18 +58,32 @@ def is_whole(path: str) -> bool:
     return not _UNFINISHED.fullmatch(folder.name) and (folder / "state" / "_METADATA").exists()
 
 
+def legacy_file(path: str) -> str | None:
+    """The msgpack file of a checkpoint in T5X's legacy format, that file or a folder with it; None where there is none.
+
+    It says no more than that a file is there: `perex_t5x.checkpoint_formats.legacy` reads it.
+    """
+    path = path.rstrip("/")
+    folder = files.as_path(path)
+    if folder.is_file():
+        return path
+    if (folder / "state" / "_METADATA").exists() or not (folder / "checkpoint").is_file():
+        return None
+    return f"{path}/checkpoint"
+
+
 def _is_marked(path: str) -> bool:
     """Whether it has been committed, whatever has become of it since. Earlier versions left no mark on file systems."""
     return (files.as_path(path) / _COMMITTED).exists()
 
 
 def whole(folder: str) -> list[str]:
-    """The whole checkpoints in a run's folder, oldest first."""
-    return [path for path in _named(folder) if is_whole(path)]
+    """The whole checkpoints in a run's folder, ours and T5X's, oldest first."""
+    return [path for path in _named(folder) if is_whole(path) or legacy_file(path)]
 
 
 def newest(folder: str) -> str | None:
-    """The newest whole checkpoint in a run's folder."""
+    """The newest whole checkpoint of ours in a run's folder."""
     return next((path for path in reversed(_named(folder)) if is_whole(path)), None)
 
 
@@ -92,13 +106,52 @@ def damage(path: str, own: bool = False, contents: bool = True) -> str:
       own: whether the run resumes from it, and needs the position in its data, too.
       contents: False: only look whether all files are there, in their sizes.
     """
+    if not is_whole(path) and is_of_others(path):
+        return _damage_of_others(path, decode=False)
     if not is_whole(path):
         return "state/_METADATA is missing"
     found = checksums.problems(path, contents=contents)
     if found is None:
         found = _without_checksums(path, own)
-    more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-    return "; ".join(found[:3]) + more
+    return _shortened(found)
+
+
+def _shortened(found: list[str]) -> str:
+    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def is_of_others(path: str) -> bool:
+    """Whether there is a checkpoint in a format that is read, and not written by runs."""
+    folder = files.as_path(path)
+    return legacy_file(path) is not None or (
+        folder.is_dir() and any(p.name.endswith(".safetensors") for p in folder.iterdir())
+    )
+
+
+def _damage_of_others(path: str, *, decode: bool) -> str:
+    """What is wrong with a checkpoint without checksums. Raises `ConfigError` where it is none that is read.
+
+    Args:
+      decode: read everything; else only whether all parts and their descriptions are there.
+    """
+    from perex_t5x.checkpoint_formats import open_checkpoint
+
+    try:
+        return _shortened(open_checkpoint(path).problems(decode=decode))
+    except DamagedError as e:
+        return str(e).removeprefix(f"checkpoint {path} cannot be read: ")
+
+
+def _refuse_foreign(path: str) -> None:
+    """Raises `ConfigError` for a checkpoint that no run of ours has written: it holds no position in the data, and a run could
+    not resume from it."""
+    folder = files.as_path(path)
+    ours = (folder / "run").exists() or (folder / checksums.FILE).exists()
+    if legacy_file(path) or (is_whole(path) and not ours):
+        raise ConfigError(
+            f"{path} was written by T5X, or converted: it holds no position in the data, so this run cannot resume from it. "
+            f"Start a new MODEL_DIR from it, with RestoreCheckpointConfig.path = {path!r}."
+        )
 
 
 def _without_checksums(path: str, own: bool) -> list[str]:
@@ -152,6 +205,7 @@ def newest_valid(model_dir: str, *, dry_run: bool = False) -> str | None:
     damaged: list[str] = []
     last = None
     for path in reversed(_named(model_dir)):
+        _refuse_foreign(path)
         if not (is_whole(path) or _is_marked(path)):
             continue
         last = step_of(path) if last is None else last
@@ -207,7 +261,7 @@ def tidy(model_dir: str, *, prunes: bool = False) -> None:
         elif _TEMPORARY.fullmatch(name) and path.is_file():
             logging.info("removing %s, which was not finished", path)
             path.unlink()
-        elif _NAME.fullmatch(name) and not is_whole(os.fspath(path)):
+        elif _NAME.fullmatch(name) and not is_whole(os.fspath(path)) and not legacy_file(os.fspath(path)):
             unmarked = files.is_remote(model_dir) and not _is_marked(os.fspath(path))
             if unmarked or (path.is_dir() and not any(path.iterdir())):
                 logging.info("removing %s, which is not whole", path)
