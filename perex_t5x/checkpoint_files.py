@@ -72,6 +72,11 @@ def legacy_file(path: str) -> str | None:
     return f"{path}/checkpoint"
 
 
+def is_legacy(path: str) -> bool:
+    """Whether a folder is a checkpoint in T5X's legacy format, as far as can be seen."""
+    return legacy_file(path) not in (None, path.rstrip("/"))
+
+
 def _is_marked(path: str) -> bool:
     """Whether it has been committed, whatever has become of it since. Earlier versions left no mark on file systems."""
     return (files.as_path(path) / _COMMITTED).exists()
@@ -79,7 +84,7 @@ def _is_marked(path: str) -> bool:
 
 def whole(folder: str) -> list[str]:
     """The whole checkpoints in a run's folder, ours and T5X's, oldest first."""
-    return [path for path in _named(folder) if is_whole(path) or legacy_file(path)]
+    return [path for path in _named(folder) if is_whole(path) or is_legacy(path)]
 
 
 def newest(folder: str) -> str | None:
@@ -122,10 +127,10 @@ def _shortened(found: list[str]) -> str:
 
 def is_of_others(path: str) -> bool:
     """Whether there is a checkpoint in a format that is read, and not written by runs."""
+    if legacy_file(path) is not None:
+        return True
     folder = files.as_path(path)
-    return legacy_file(path) is not None or (
-        folder.is_dir() and any(p.name.endswith(".safetensors") for p in folder.iterdir())
-    )
+    return folder.is_dir() and any(p.name.endswith(".safetensors") for p in folder.iterdir())
 
 
 def _damage_of_others(path: str, *, decode: bool) -> str:
@@ -143,11 +148,11 @@ def _damage_of_others(path: str, *, decode: bool) -> str:
 
 
 def _refuse_foreign(path: str) -> None:
-    """Raises `ConfigError` for a checkpoint that no run of ours has written: it holds no position in the data, and a run could
-    not resume from it."""
+    """Raises `ConfigError` for a checkpoint that no run of ours has written: it holds no position in the data, so that
+    no run can resume from it."""
     folder = files.as_path(path)
     ours = (folder / "run").exists() or (folder / checksums.FILE).exists()
-    if legacy_file(path) or (is_whole(path) and not ours):
+    if is_legacy(path) or (is_whole(path) and not ours):
         raise ConfigError(
             f"{path} was written by T5X, or converted: it holds no position in the data, so this run cannot resume from it. "
             f"Start a new MODEL_DIR from it, with RestoreCheckpointConfig.path = {path!r}."
@@ -261,7 +266,7 @@ def tidy(model_dir: str, *, prunes: bool = False) -> None:
         elif _TEMPORARY.fullmatch(name) and path.is_file():
             logging.info("removing %s, which was not finished", path)
             path.unlink()
-        elif _NAME.fullmatch(name) and not is_whole(os.fspath(path)) and not legacy_file(os.fspath(path)):
+        elif _NAME.fullmatch(name) and not is_whole(os.fspath(path)) and not is_legacy(os.fspath(path)):
             unmarked = files.is_remote(model_dir) and not _is_marked(os.fspath(path))
             if unmarked or (path.is_dir() and not any(path.iterdir())):
                 logging.info("removing %s, which is not whole", path)

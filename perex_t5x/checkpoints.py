@@ -215,7 +215,8 @@ def _readable(path: str) -> Iterator[None]:
             yield
     except DamagedError as e:
         raise DamagedError(
-            f"{e}. If its files are damaged, move the folder away: the same command then starts from the checkpoint before it."
+            f"{e}. If its files are damaged, move the folder away: the same command then starts from the checkpoint "
+            "before it."
         ) from e
 
 

@@ -4,10 +4,11 @@
 |---|---|
 | `models.Transformer`: T5 1.0, T5 1.1, mT5, byT5 | `T5ForConditionalGeneration` |
 | the same with a position bias in each layer, as T5X's scalable T5 | `UMT5ForConditionalGeneration` |
-| `models.DecoderWrapper` with a gated MLP | `LlamaForCausalLM`; with tied embeddings `GraniteForCausalLM`, which divides its logits, as ours does |
+| `models.DecoderWrapper` with a gated MLP | `LlamaForCausalLM`; with tied embeddings `GraniteForCausalLM` |
 
-Kernels there are transposed. Rotary positions are the same, pairs (i, i + head_dim / 2), so heads need no permutation. A converted
-model is the same function; what has no counterpart is refused by its name.
+Kernels there are transposed. Rotary positions are the same, of pairs (i, i + head_dim / 2), so heads need no permutation.
+Granite is a Llama that divides its logits by a number, as ours does when tied. A converted model is the same function; what
+has no counterpart is refused by its name.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ def architecture_of(parameters: Mapping[str, Leaf]) -> str:
 
 
 def _no_counterpart(what: str) -> str:
-    return f"Hugging Face's libraries have no model for this checkpoint: {what}. --names=t5x writes a flat file under T5X's names."
+    why = f"Hugging Face's libraries have no model for this checkpoint: {what}."
+    return f"{why} --names=t5x writes a flat file under T5X's names."
 
 
 def config_of(architecture: str, parameters: Mapping[str, Leaf], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -332,8 +334,8 @@ def _check_config(path: str, config: Mapping[str, Any], ignore: tuple[str, ...])
     for name, allowed in wanted.items():
         if name in values and values[name] not in allowed and name not in ignore:
             raise ConfigError(
-                f"{path}/config.json: {name} = {values[name]!r} has no counterpart here, where it is {allowed[0]!r}: the converted "
-                f"model would be another function. `convert --ignore={name}` converts it nevertheless."
+                f"{path}/config.json: {name} = {values[name]!r} has no counterpart here, where it is {allowed[0]!r}: the "
+                f"converted model would be another function. `convert --ignore={name}` converts it nevertheless."
             )
 
 

@@ -125,8 +125,8 @@ def _lacking(name: str, slot: Slot | None, shape: tuple[int, ...], whole: tuple[
     found = [k for k in range(len(whole)) if k != axis and whole[:k] + whole[k + 1 :] == shape]
     if not found or slot is None:
         raise ConfigError(
-            f"{name} has shape {list(shape)}, and its parameter {list(whole)} with layers along axis {axis}: where its layers "
-            "are is not known. Leave the optimizer's state out with --params_only."
+            f"{name} has shape {list(shape)}, and its parameter {list(whole)} with layers along axis {axis}: where its "
+            "layers are is not known. Leave the optimizer's state out with --params_only."
         )
     if len(found) == 1:
         return found[0]
@@ -170,8 +170,8 @@ def _from_stack(
 def _swaps(slot: Slot | None, shape: Sequence[int]) -> bool:
     """Whether rows and columns of Adafactor's state of a matrix change their names between one array of layers and many.
 
-    In one array T5X's rules name them, and `v_row` is what keeps the axis 'embed'; of a matrix by itself `v_row` is what keeps
-    the shorter axis, or of a square one the first. What is computed from both is the same.
+    In one array T5X's rules name them, and `v_row` is what keeps the axis 'embed'; of a matrix by itself `v_row` is what
+    keeps the shorter axis, or of a square one the first. What is computed from both is the same.
     """
     if slot is None or slot.kind not in ("v_row", "v_col") or len(shape) != 2:
         return False
@@ -193,8 +193,8 @@ def _to_stack(parts: list[Leaf], slot: Slot | None, whole: tuple[int, ...], layo
         return leaves_lib.stacked(parts, axis, name)
     if slot is None or len(whole) != 2 or len(first.shape) != 1:
         raise ConfigError(
-            f"{first.name} has shape {list(first.shape)}, and its parameter {list(whole)}: how its layers are stacked is not "
-            "known. Leave the optimizer's state out with --params_only."
+            f"{first.name} has shape {list(first.shape)}, and its parameter {list(whole)}: how its layers are stacked is "
+            "not known. Leave the optimizer's state out with --params_only."
         )
     embed = _embed_axis(slot.parameter, [k for k in range(len(stack)) if k != axis])
     is_row = (slot.kind == "v_row") != _swaps(slot, whole)

@@ -2,9 +2,9 @@
 
     {'version': 3, 'optimizer': {'target': {...}, 'state': {'step': ..., 'param_states': {...}}}}
 
-A leaf of the dictionary is an array, or the TensorStore spec of a folder beside the file. Read are version 3 (since June 2021),
-version 2, whose zarr folders hold bfloat16 as uint16, and what Orbax wrote into such a file before it had a format of its own.
-T5X itself reads no older ones.
+A leaf of the dictionary is an array, or the TensorStore spec of a folder beside the file. Read are version 3 (since June
+2021), version 2, whose zarr folders hold bfloat16 as uint16, and what Orbax wrote into such a file before it had a format of
+its own. T5X itself reads no older ones.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _read_msgpack(path: str, file: str) -> dict[str, Any]:
         content = files.read_bytes(file)
     if content.startswith(b"model_checkpoint_path"):
         raise ConfigError(
-            f"{path} is a checkpoint of TensorFlow, as Mesh TensorFlow's T5 wrote them. It is not read here: convert it with "
-            "T5X's own convert_tf_checkpoint first."
+            f"{path} is a checkpoint of TensorFlow, as Mesh TensorFlow's T5 wrote them. It is not read here: convert it "
+            "with T5X's own convert_tf_checkpoint first."
         )
     with leaves_lib.reading(path, os.path.basename(file)):
         tree = serialization.msgpack_restore(content)

@@ -1,7 +1,7 @@
 """Orbax's format, which T5X's later checkpoints and ours are in: `state/`, OCDBT or a zarr folder for each leaf.
 
-Names, shapes and dtypes come from Orbax; leaves are opened with TensorStore, so that a part of one can be read, and seen with
-its axes in another order. A checkpoint is written as `perex_t5x.saving` does, with checksums.
+Names, shapes and dtypes come from Orbax; leaves are opened with TensorStore, so that a part of one can be read, and seen
+with its axes in another order. A checkpoint is written as `perex_t5x.saving` does, with checksums.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """safetensors: one flat file, or several with an index, as Hugging Face's libraries read and write them.
 
 A converted model is a folder: `model.safetensors` and `config.json`; what those libraries have no use for, such as the
-optimizer's state, is in `train_state.safetensors` beside it, so that nothing is lost. A file's metadata remembers, under the key
-`perex_t5x`, how it was made, for the way back.
+optimizer's state, is in `train_state.safetensors` beside it, so that nothing is lost. A file's metadata remembers, under
+the key `perex_t5x`, how it was made, for the way back.
 """
 
 from __future__ import annotations
