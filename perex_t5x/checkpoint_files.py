@@ -18,7 +18,7 @@ from typing import Any
 from absl import logging
 
 from perex_t5x import buckets, checksums, files
-from perex_t5x.errors import ConfigError
+from perex_t5x.errors import ConfigError, did_you_mean
 
 PREFIX = "checkpoint"
 RECORDED = {"checksums": "crc32c"}  # in Orbax's metadata of a checkpoint that has checksums: they cannot vanish unseen
@@ -127,10 +127,9 @@ def _shortened(found: list[str]) -> str:
 
 def is_of_others(path: str) -> bool:
     """Whether there is a checkpoint in a format that is read, and not written by runs."""
-    if legacy_file(path) is not None:
-        return True
-    folder = files.as_path(path)
-    return folder.is_dir() and any(p.name.endswith(".safetensors") for p in folder.iterdir())
+    from perex_t5x.checkpoint_formats import safetensors_files
+
+    return safetensors_files.is_here(path) or legacy_file(path) is not None
 
 
 def _damage_of_others(path: str, *, decode: bool) -> str:
@@ -295,15 +294,39 @@ def define_flags() -> None:
     from absl import flags
 
     flags.DEFINE_bool("json", False, "Print a line of JSON for each checkpoint.")
+    flags.DEFINE_enum("to", None, ["legacy", "orbax", "safetensors"], "convert: the format.")
+    flags.DEFINE_bool("dry_run", False, "convert: say what would happen to each leaf, and write nothing.")
+    flags.DEFINE_enum("names", "hugging_face", ["hugging_face", "t5x"], "convert: names in safetensors files.")
+    layouts = ["keep", "unrolled", "axis0", "axis1"]
+    flags.DEFINE_enum("layers", "keep", layouts, "convert: layers by themselves, or in one array along an axis.")
+    states = ["keep", "t5x", "drop"]
+    flags.DEFINE_enum("optimizer_state", "keep", states, "convert: as it is, or as T5X's optimizers have it.")
+    flags.DEFINE_bool(
+        "params_only", False, "convert: leave out the optimizer's state and whatever else is no parameter."
+    )
+    flags.DEFINE_string("config_gin", None, "convert: the run's Gin file, for config.json. Default: the one beside it.")
+    flags.DEFINE_multi_string("set", [], "convert: NAME=VALUE of T5Config, for config.json.")
+    flags.DEFINE_multi_string("ignore", [], "convert: a setting of config.json that may differ from ours.")
+    flags.DEFINE_string("max_shard_size", "5GB", "convert: above it, a model gets several safetensors files.")
 
 
 def command(args: Any, words: list[str]) -> int:
-    """Verifies checkpoints; returns 1 if one of them is damaged, else 0."""
-    if words[:1] != ["verify"] or len(words) < 2:
-        raise ConfigError("what is to be done? python -m perex_t5x.checkpoints verify PATH [PATH ...]")
+    """Inspects, converts or verifies checkpoints; returns 1 if one that is verified is damaged, else 0."""
+    verb, paths = words[:1], words[1:]
+    if verb == ["inspect"] and paths:
+        from perex_t5x.checkpoint_formats.command import inspect_command
+
+        return inspect_command(args, paths)
+    if verb == ["convert"]:
+        from perex_t5x.checkpoint_formats.command import convert_command
+
+        return convert_command(args, paths)
+    if verb != ["verify"] or not paths:
+        hint = did_you_mean(verb[0], ("inspect", "convert", "verify")) if verb else ""
+        raise ConfigError(f"what is to be done? python -m perex_t5x.checkpoints inspect|convert|verify PATH.{hint}")
     has_damage = False
-    for path in words[1:]:
-        for checkpoint in _checkpoints_at(path):
+    for path in paths:
+        for checkpoint in checkpoints_at(path):
             status, detail = verify(checkpoint)
             has_damage = has_damage or status not in ("valid", "unknown")
             if args.json:
@@ -314,7 +337,12 @@ def command(args: Any, words: list[str]) -> int:
 
 
 def verify(path: str) -> tuple[str, str]:
-    """One of 'valid', 'damaged', 'unfinished' and 'unknown' (an earlier version's, without checksums), and a detail."""
+    """One of 'valid', 'damaged', 'unfinished' and 'unknown' (an earlier version's, without checksums), and a detail.
+
+    What other programs have written is valid if all of it can be read."""
+    if not is_whole(path) and is_of_others(path):
+        found = _damage_of_others(path, decode=True)
+        return ("damaged", found) if found else ("valid", "written without checksums; every leaf was read")
     if not (is_whole(path) or _is_marked(path)):
         return "unfinished", "not a whole checkpoint"
     if found := damage(path):
@@ -324,13 +352,14 @@ def verify(path: str) -> tuple[str, str]:
     return "valid", ""
 
 
-def _checkpoints_at(path: str) -> Iterator[str]:
+def checkpoints_at(path: str) -> Iterator[str]:
+    """The checkpoint that a path names, or all in a run's folder."""
     buckets.check(path, "PATH", writes=False)
     path = absolute(os.path.expanduser(path))
     folder = files.as_path(path)
-    if not folder.is_dir():
+    if not folder.exists():
         raise ConfigError(f"{path}: there is no such folder.")
-    if step_of(path) is not None or (folder / "state").exists():
+    if step_of(path) is not None or (folder / "state").exists() or is_of_others(path):
         yield path
         return
     inside = _named(path)

@@ -7,9 +7,12 @@ checkpoint_1000/
   checksums.json   of all of these, written before the commit: `perex_t5x.checksums`
 
     python -m perex_t5x.checkpoints verify PATH [PATH ...]
+    python -m perex_t5x.checkpoints inspect PATH [PATH ...] [--json]
+    python -m perex_t5x.checkpoints convert PATH TARGET --to=orbax|legacy|safetensors [--dry_run]
 
-says of checkpoints, or of all in a run's folder, whether they are as they were written; exit code 1 if one of them is not.
-`perex_t5x.saving` writes checkpoints; here they are read.
+`verify` says of checkpoints, or of all in a run's folder, whether they are as they were written; exit code 1 if one of them
+is not. `inspect` lists what is in them. `convert` goes between this format, T5X's legacy one, and safetensors files with
+Hugging Face's names: docs/checkpoints.md. `perex_t5x.saving` writes checkpoints; here they are read.
 """
 
 from __future__ import annotations

@@ -93,6 +93,7 @@ PAIRS: dict[str, tuple[Pair, ...]] = {
     "llama": _llama(),
     "granite": _llama(),
 }
+TRAIN_STATE = ("state", "rng", "flax_mutables")  # what is beside 'target' in a checkpoint
 _TIED_COPIES = re.compile(r"(encoder|decoder)\.embed_tokens\.weight|.*\.rotary_emb\.inv_freq")
 
 
@@ -261,27 +262,37 @@ def in_t5x_names(contents: Contents, ignore: tuple[str, ...] = ()) -> Contents:
     Args:
       ignore: settings of config.json that may differ from what our networks compute.
     """
+    leaves = {}
+    for name, found in names_here(contents, ignore).items():
+        if found is not None:
+            leaf, (here, is_transposed) = contents.leaves[name], found
+            leaves[here] = (
+                leaves_lib.transposed(leaf, (1, 0), here) if is_transposed else leaves_lib.renamed(leaf, here)
+            )
+    return dataclasses.replace(contents, leaves=leaves)
+
+
+def names_here(contents: Contents, ignore: tuple[str, ...] = ()) -> dict[str, tuple[str, bool] | None]:
+    """T5X's name of each leaf, and whether that is transposed; None for one that is computed from others."""
     architecture = _architecture_there(contents)
     if architecture is None:
-        return contents
+        return {name: (name, False) for name in contents.leaves}
     if "config" in contents.metadata:
         _check_config(contents.path, contents.metadata["config"], ignore)
-    leaves = {}
     tied = contents.metadata.get("config", {}).get("tie_word_embeddings", False)
-    for name, leaf in contents.leaves.items():
-        if name.startswith(("target/", "state/", "rng", "flax_mutables/")):
-            leaves[name] = leaf
+    found: dict[str, tuple[str, bool] | None] = {}
+    for name in contents.leaves:
+        if name.split("/")[0] in TRAIN_STATE:
+            found[name] = name, False
             continue
         if _TIED_COPIES.fullmatch(name) or (tied and name == "lm_head.weight"):
-            continue  # computed from others
-        found = translate(name, PAIRS[architecture], back=True)
-        if found is None:
-            raise ConfigError(
-                f"{contents.path}: {name} has no counterpart in our networks (architecture {architecture!r})."
-            )
-        here = f"target/{found[0]}"
-        leaves[here] = leaves_lib.transposed(leaf, (1, 0), here) if found[1] else leaves_lib.renamed(leaf, here)
-    return dataclasses.replace(contents, leaves=leaves)
+            found[name] = None
+            continue
+        other = translate(name, PAIRS[architecture], back=True)
+        if other is None:
+            raise ConfigError(f"{contents.path}: {name} has no counterpart in our networks ({architecture}).")
+        found[name] = f"target/{other[0]}", other[1]
+    return found
 
 
 def _architecture_there(contents: Contents) -> str | None:

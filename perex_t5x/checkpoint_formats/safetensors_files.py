@@ -134,6 +134,13 @@ def write_file(file: str, leaves: Iterable[Leaf], metadata: Mapping[str, Any]) -
     # transformers refuses files that do not say which framework's layout they have.
     with _os_errors():
         save_file(tensors, file, metadata={"format": "pt", _KEY: json.dumps(metadata, sort_keys=True)})
+    os.chmod(file, 0o666 & ~_umask())  # the library makes files that nobody else may read
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 @contextlib.contextmanager
