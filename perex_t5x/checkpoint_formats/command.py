@@ -129,11 +129,8 @@ def convert_command(args: Any, words: list[str]) -> int:
     target = _target(words[1], contents, options)
     check_target(target, plan)
     if args.dry_run or args.json:
-        print(
-            _plan_as_json(plan, source, target, done=not args.dry_run)
-            if args.json
-            else _plan_as_text(plan, source, target)
-        )
+        as_text = _plan_as_json if args.json else _plan_as_text
+        print(as_text(plan, source, target))
     if args.dry_run:
         return 0
     convert(plan, target, max_shard_bytes=_size(args.max_shard_size))
@@ -216,11 +213,9 @@ def _plan_as_text(plan: Plan, source: str, target: str) -> str:
 
 
 def _sources(names: tuple[str, ...]) -> str:
-    return (
-        names[0] + (f" ... {names[-1].split('/')[2]}" if len(names) > 1 and "/" in names[-1] else "")
-        if names
-        else "(new)"
-    )
+    if not names:
+        return "(new)"
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _plan_as_json(plan: Plan, source: str, target: str) -> str:

@@ -1,4 +1,4 @@
-"""Small checkpoints in T5X's formats, written with Flax's msgpack and TensorStore alone: nothing of ours wrote what ours reads."""
+"""Small checkpoints in T5X's formats, written with Flax's msgpack and TensorStore alone: not by what is tested."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def state_dict(
     return {**leaves, "state/step": np.array(step, np.int32)}
 
 
-def write_legacy(folder: str | os.PathLike[str], leaves: dict[str, Any], *, version: Any = 3, in_msgpack: int = 64) -> str:
+def write_legacy(
+    folder: str | os.PathLike[str], leaves: dict[str, Any], *, version: Any = 3, in_msgpack: int = 64
+) -> str:
     """Writes a checkpoint as T5X's first checkpointer did; returns its path."""
     folder = os.fspath(folder)
     os.makedirs(folder)

@@ -20,7 +20,11 @@ def written(tmp_path_factory):
     """A checkpoint with arrays in both places, of several dtypes, and its leaves."""
     params = support.t5_params(support.BF16)
     leaves = support.state_dict(params, support.adam(params))
-    leaves |= {"flax_mutables/cache": support.numbers((9, 4), 1), "state/param_states/1": {}, "state/param_states/2": None}
+    leaves |= {
+        "flax_mutables/cache": support.numbers((9, 4), 1),
+        "state/param_states/1": {},
+        "state/param_states/2": None,
+    }
     return support.write_legacy(tmp_path_factory.mktemp("legacy") / "checkpoint_7", leaves), leaves
 
 
@@ -114,7 +118,10 @@ def truncated(path):
 
 
 HARMS = {
-    "unknown version": (lambda p: rewrite(p, lambda t: {**t, "version": 4}), "has version 4. T5X's versions 2 and 3 are"),
+    "unknown version": (
+        lambda p: rewrite(p, lambda t: {**t, "version": 4}),
+        "has version 4. T5X's versions 2 and 3 are",
+    ),
     "version 1": (lambda p: rewrite(p, lambda t: {**t, "version": 1}), "has version 1"),
     "no version": (lambda p: rewrite(p, lambda t: t["optimizer"]), "names no version: an early one of Flax"),
     "no leaves": (lambda p: rewrite(p, lambda t: {**t, "optimizer": {}}), "there is no array"),

@@ -141,10 +141,12 @@ def test_momentum_that_nobody_has_is_refused(tmp_path):
 
 
 def test_partial_loads(tmp_path, caplog):
-    """assignment_map, fallback_to_scratch, another optimizer, leaves that are missing or of another shape: as of any other."""
+    """assignment_map, fallback_to_scratch, another optimizer, leaves that are missing or of another shape."""
     params = support.t5_params()
     there = support.scanned(params, 1)
-    path = support.write_legacy(tmp_path / "checkpoint_7", support.state_dict(there, support.adafactor(there, factors=False)))
+    path = support.write_legacy(
+        tmp_path / "checkpoint_7", support.state_dict(there, support.adafactor(there, factors=False))
+    )
     adam = state(params, optax.adamw(1e-3))
     with pytest.raises(ConfigError, match="does not have .* of the leaves this run needs: state/param_states/0/"):
         checkpoints.check(path, adam, RestoreCheckpointConfig())
@@ -175,5 +177,7 @@ def test_a_missing_layer_is_named(tmp_path):
     params = support.t5_params()
     leaves = support.state_dict({name: a for name, a in params.items() if name != "decoder/layers_1/mlp/wo/kernel"})
     path = support.write_legacy(tmp_path / "checkpoint_7", leaves)
-    with pytest.raises(ConfigError, match="target/decoder/layers/mlp/wo/kernel is made of all layers, and of layer 1 it is"):
+    with pytest.raises(
+        ConfigError, match="target/decoder/layers/mlp/wo/kernel is made of all layers, and of layer 1 it is"
+    ):
         checkpoints.check(path, state(support.scanned(params, 0)), RestoreCheckpointConfig())
