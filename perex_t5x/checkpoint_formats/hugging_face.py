@@ -94,6 +94,7 @@ PAIRS: dict[str, tuple[Pair, ...]] = {
     "granite": _llama(),
 }
 TRAIN_STATE = ("state", "rng", "flax_mutables")  # what is beside 'target' in a checkpoint
+_LOGITS = "target/decoder/logits_dense/kernel"
 _TIED_COPIES = re.compile(r"(encoder|decoder)\.embed_tokens\.weight|.*\.rotary_emb\.inv_freq")
 
 
@@ -269,6 +270,8 @@ def in_t5x_names(contents: Contents, ignore: tuple[str, ...] = ()) -> Contents:
             leaves[here] = (
                 leaves_lib.transposed(leaf, (1, 0), here) if is_transposed else leaves_lib.renamed(leaf, here)
             )
+    if _architecture_there(contents) is not None and _head(contents) == "copied":
+        leaves[_LOGITS] = leaves_lib.transposed(leaves["target/token_embedder/embedding"], (1, 0), _LOGITS)
     return dataclasses.replace(contents, leaves=leaves)
 
 
@@ -279,13 +282,13 @@ def names_here(contents: Contents, ignore: tuple[str, ...] = ()) -> dict[str, tu
         return {name: (name, False) for name in contents.leaves}
     if "config" in contents.metadata:
         _check_config(contents.path, contents.metadata["config"], ignore)
-    tied = contents.metadata.get("config", {}).get("tie_word_embeddings", False)
+    head = _head(contents)
     found: dict[str, tuple[str, bool] | None] = {}
     for name in contents.leaves:
         if name.split("/")[0] in TRAIN_STATE:
             found[name] = name, False
             continue
-        if _TIED_COPIES.fullmatch(name) or (tied and name == "lm_head.weight"):
+        if _TIED_COPIES.fullmatch(name) or (head != "own" and name == "lm_head.weight"):
             found[name] = None
             continue
         other = translate(name, PAIRS[architecture], back=True)
@@ -293,6 +296,24 @@ def names_here(contents: Contents, ignore: tuple[str, ...] = ()) -> dict[str, tu
             raise ConfigError(f"{contents.path}: {name} has no counterpart in our networks ({architecture}).")
         found[name] = f"target/{other[0]}", other[1]
     return found
+
+
+def _head(contents: Contents) -> str:
+    """What the output projection of a model there is: 'own'; 'tied' to the embedding, with logits that are divided, as ours
+    is when tied; or 'copied', tied without that, which here is a projection of its own."""
+    config, has_own = contents.metadata.get("config", {}), "lm_head.weight" in contents.leaves
+    model_type, ties = config.get("model_type"), config.get("tie_word_embeddings", not has_own)
+    if model_type in ("t5", None) and "shared.weight" in contents.leaves:
+        # transformers 5 writes that each T5 is tied, and says with another word which divide.
+        divides = config.get("scale_decoder_outputs", ties)
+        if divides:
+            return "tied"
+        return "own" if has_own else "copied"
+    if model_type in ("mt5", "umt5"):
+        return "own" if has_own else "copied"
+    if not ties:
+        return "own"
+    return "tied" if model_type in ("granite", None) else "copied"
 
 
 def _architecture_there(contents: Contents) -> str | None:
@@ -336,8 +357,6 @@ def _check_config(path: str, config: Mapping[str, Any], ignore: tuple[str, ...])
         values["rope_scaling"] = rope["rope_type"]
     elif isinstance(values.get("rope_scaling"), Mapping) and values["rope_scaling"].get("rope_type") == "default":
         values["rope_scaling"] = None
-    if config.get("model_type") == "llama" and config.get("tie_word_embeddings"):
-        values["tie_word_embeddings"], wanted["tie_word_embeddings"] = True, (False,)
     if config.get("model_type") == "granite" and "hidden_size" in config:
         wanted["logits_scaling"] = (math.sqrt(config["hidden_size"]),)
         if config.get("head_dim"):
@@ -350,8 +369,9 @@ def _check_config(path: str, config: Mapping[str, Any], ignore: tuple[str, ...])
             )
 
 
-def t5_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def t5_config(contents: Contents) -> dict[str, Any]:
     """The fields of `T5Config` that make the model of a config.json."""
+    config, tied = contents.metadata["config"], _head(contents) == "tied"
     if config.get("model_type") in ("t5", "mt5", "umt5"):
         feed = str(config.get("feed_forward_proj", "relu"))
         word = feed.removeprefix("gated-").replace("gelu_new", "gelu")
@@ -364,7 +384,7 @@ def t5_config(config: Mapping[str, Any]) -> dict[str, Any]:
             "num_encoder_layers": config["num_layers"],
             "num_decoder_layers": config.get("num_decoder_layers") or config["num_layers"],
             "mlp_activations": (word, "linear") if feed.startswith("gated-") else (word,),
-            "logits_via_embedding": bool(config.get("tie_word_embeddings", True)),
+            "logits_via_embedding": tied,
         }
     rope = config.get("rope_parameters") or {}
     return {
@@ -377,5 +397,5 @@ def t5_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_decoder_layers": config["num_hidden_layers"],
         "mlp_activations": (str(config.get("hidden_act", "silu")).replace("gelu_pytorch_tanh", "gelu"), "linear"),
         "rotary_max_wavelength": rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
-        "logits_via_embedding": config.get("model_type") == "granite",
+        "logits_via_embedding": tied,
     }

@@ -33,6 +33,7 @@ class Leaf:
       path: of the checkpoint, for errors.
       opener: gives a `tensorstore.TensorStore` of that shape.
       bits_as: the dtype that the stored bits are of, if the store names another one.
+      origin: the name in the checkpoint, where a view has another one.
 
     >>> leaf = of_array("target/w", np.arange(6).reshape(2, 3))
     >>> leaf.read((slice(None), slice(1, 3))).tolist()
@@ -46,6 +47,7 @@ class Leaf:
     path: str
     opener: Callable[[], Any]
     bits_as: np.dtype | None = None
+    origin: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +55,7 @@ class Leaf:
 
     def store(self) -> Any:
         """The open TensorStore; raises `DamagedError` if that is not what the checkpoint describes."""
-        with reading(self.path, self.name):
+        with reading(self.path, self.origin or self.name):
             store = self.opener()
         if tuple(store.shape) != self.shape:
             raise DamagedError(
@@ -68,7 +70,7 @@ class Leaf:
         future = (store[index] if index else store).read()
 
         def wait() -> np.ndarray:
-            with reading(self.path, self.name):
+            with reading(self.path, self.origin or self.name):
                 array = np.asarray(future.result())
             return array.view(self.bits_as) if self.bits_as is not None else array
 
@@ -180,7 +182,7 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def renamed(leaf: Leaf, name: str) -> Leaf:
-    return dataclasses.replace(leaf, name=name)
+    return dataclasses.replace(leaf, name=name, origin=leaf.origin or leaf.name)
 
 
 def transposed(leaf: Leaf, axes: Sequence[int], name: str | None = None) -> Leaf:
@@ -235,4 +237,4 @@ def stacked(leaves: Sequence[Leaf], axis: int, name: str) -> Leaf:
 
 
 def _view(leaf: Leaf, name: str, shape: tuple[int, ...], opener: Callable[[], Any]) -> Leaf:
-    return dataclasses.replace(leaf, name=name, shape=shape, opener=opener)
+    return dataclasses.replace(renamed(leaf, name), shape=shape, opener=opener)

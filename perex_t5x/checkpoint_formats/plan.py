@@ -122,9 +122,10 @@ def _under_t5x_names(contents: Contents, options: Options) -> tuple[dict[str, _I
             dropped.append(Step((name,), "", "dropped: a copy of another leaf, or computed"))
         else:
             items[found[0]] = _Item(leaves[found[0]], (name,), ("transposed",) if found[1] else ())
-    config = contents.metadata.get("config")
-    if config and "model_type" in config and options.names == "hugging_face" and options.to != "safetensors":
-        fields = ", ".join(f"{key}={value!r}" for key, value in hugging_face.t5_config(config).items())
+    for name in leaves.keys() - items.keys():
+        items[name] = _Item(leaves[name], (), ("made: a copy of the embedding",))
+    if "model_type" in contents.metadata.get("config", {}) and options.to != "safetensors":
+        fields = ", ".join(f"{key}={value!r}" for key, value in hugging_face.t5_config(contents).items())
         notes.append(f"the model is T5Config({fields})")
     return items, dropped, notes
 

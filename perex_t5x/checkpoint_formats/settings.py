@@ -23,7 +23,7 @@ def settings_of(contents: Contents, config_gin: str | None, given: Mapping[str, 
     if "config" in contents.metadata and "model_type" in contents.metadata["config"]:
         from perex_t5x.checkpoint_formats import hugging_face
 
-        fields = hugging_face.t5_config(contents.metadata["config"])
+        fields = hugging_face.t5_config(contents)
         found |= {name: fields[name] for name in _FIELDS if name in fields}
     file = config_gin or os.path.join(os.path.dirname(contents.path.rstrip("/")), "config.gin")
     try:
