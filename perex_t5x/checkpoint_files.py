@@ -299,6 +299,7 @@ def define_flags() -> None:
     flags.DEFINE_enum("names", "hugging_face", ["hugging_face", "t5x"], "convert: names in safetensors files.")
     layouts = ["keep", "unrolled", "axis0", "axis1"]
     flags.DEFINE_enum("layers", "keep", layouts, "convert: layers by themselves, or in one array along an axis.")
+    flags.DEFINE_enum("heads", "keep", ["keep", "joined", "split"], "convert: an axis of kernels for heads, or none.")
     states = ["keep", "t5x", "drop"]
     flags.DEFINE_enum("optimizer_state", "keep", states, "convert: as it is, or as T5X's optimizers have it.")
     flags.DEFINE_bool(

@@ -49,6 +49,7 @@ from perex_t5x.checkpoint_files import (
 )
 from perex_t5x.checkpoint_formats import (
     Leaf,
+    heads,
     hugging_face,
     layers,
     open_checkpoint,
@@ -198,11 +199,18 @@ class Saved:
         contents = hugging_face.in_t5x_names(open_checkpoint(path))
         leaves, made_of = dict(contents.leaves), {name: (name,) for name in contents.leaves}
         layout, present = layers.layout_of(wanted), layers.layout_of(contents.leaves)
-        if layout is not None and present is not None and layout != present:
+        if layout is None or present is None:
+            return cls(leaves, made_of, frozenset(contents.leaves), contents.format)
+        moved = layers.rearranged(contents.leaves, layout)
+        if layout != present:
             logging.info("%s has its layers as %r, this run as %r: converted while reading", path, present, layout)
-            moved = layers.rearranged(contents.leaves, layout)
             leaves |= {name: m.leaf for name, m in moved.items()}
             made_of |= {name: m.sources for name, m in moved.items()}
+        current = {name: leaf for name, leaf in leaves.items() if name in moved}
+        if heads.head_dim_of(current) and not heads.head_dim_of(wanted):
+            logging.info("%s has an axis for heads in its kernels of attention: joined while reading", path)
+            for name, (new, leaf) in heads.changed(current, None).items():
+                leaves[new], made_of[new] = leaf, moved[name].sources
         return cls(leaves, made_of, frozenset(contents.leaves), contents.format)
 
     def unused(self, sources: Iterable[str]) -> set[str]:
@@ -245,7 +253,7 @@ def restore(
     for name in sources:
         dtype = config.dtype if config and config.dtype and name.startswith("target/") else wanted[name].dtype
         into[name] = jax.ShapeDtypeStruct(wanted[name].shape, dtype, sharding=places[name])
-    if saved.format == "orbax" and all(saved.made_of[source] == (source,) for source in sources.values()):
+    if saved.format == "orbax" and all(saved.leaves[source].origin is None for source in sources.values()):
         leaves = _restore_by_orbax(path, sources, into)
     else:
         with _readable(path):

@@ -120,6 +120,7 @@ def convert_command(args: Any, words: list[str]) -> int:
         to=to,
         names=args.names,
         layers=args.layers,
+        heads=args.heads,
         optimizer_state=args.optimizer_state,
         params_only=args.params_only,
         ignore=tuple(args.ignore),

@@ -88,7 +88,7 @@ def rearranged(leaves: Mapping[str, Leaf], layout: Layout) -> dict[str, Moved]:
             result[name] = Moved(leaf, (name,), "kept")
         elif place.number is not None:
             new = _renamed(name, parameter, place.name(layout))
-            new = _swapped(new) if _swaps(slot, leaves[f"target/{parameter}"].shape) else new
+            new = swapped(new) if swaps(slot, leaves[f"target/{parameter}"].shape) else new
             gathered.setdefault(new, {})[place.number] = name
         else:
             whole = leaves[f"target/{parameter}"]
@@ -117,21 +117,25 @@ def _is_placeholder(slot: Slot | None, shape: tuple[int, ...], parameter_shape: 
     return slot is not None and slot.kind in ("v_row", "v_col", "v", "m") and shape == (1,) and parameter_shape != (1,)
 
 
-def _lacking(name: str, slot: Slot | None, shape: tuple[int, ...], whole: tuple[int, ...], axis: int) -> int | None:
-    """Which axis of a parameter of shape `whole`, with layers along `axis`, a leaf of its state is without: None, or one of
-    the other axes, over which Adafactor's rows and columns are averages."""
+def _kept(name: str, slot: Slot | None, shape: tuple[int, ...], whole: tuple[int, ...], axis: int) -> list[int]:
+    """Which axes of a parameter of shape `whole`, with layers along `axis`, a leaf of its state has.
+
+    Adafactor's rows and columns are averages over the others. By T5X's rules rows are along 'embed', columns along the rest.
+    """
+    axes = range(len(whole))
     if shape == whole:
-        return None
-    found = [k for k in range(len(whole)) if k != axis and whole[:k] + whole[k + 1 :] == shape]
-    if not found or slot is None:
-        raise ConfigError(
-            f"{name} has shape {list(shape)}, and its parameter {list(whole)} with layers along axis {axis}: where its "
-            "layers are is not known. Leave the optimizer's state out with --params_only."
-        )
-    if len(found) == 1:
-        return found[0]
-    embed = _embed_axis(slot.parameter, [k for k in range(len(whole)) if k != axis])
-    return next(k for k in found if (k == embed) == (slot.kind == "v_col"))
+        return list(axes)
+    others = [k for k in axes if k != axis]
+    if slot is not None and slot.kind in ("v_row", "v_col"):
+        embed = _embed_axis(slot.parameter, others)
+        by_rule = [k for k in axes if k in (axis, embed)] if slot.kind == "v_row" else [k for k in axes if k != embed]
+        for kept in (by_rule, *([k for k in axes if k != lacking] for lacking in others)):
+            if tuple(whole[k] for k in kept) == shape:
+                return kept
+    raise ConfigError(
+        f"{name} has shape {list(shape)}, and its parameter {list(whole)} with layers along axis {axis}: where its layers "
+        "are is not known. Leave the optimizer's state out with --optimizer_state=drop."
+    )
 
 
 def _embed_axis(parameter: str, axes: list[int]) -> int:
@@ -153,21 +157,21 @@ def _from_stack(
             return [(new, leaves_lib.renamed(leaf, new))]
         new_names = [_renamed(leaf.name, parameter, place.name("unrolled", i)) for i in range(number)]
         return [(new, leaves_lib.renamed(leaf, new)) for new in new_names]
-    lacking = _lacking(leaf.name, slot, leaf.shape, whole.shape, source)
-    axis = source - (lacking is not None and lacking < source)
+    kept = _kept(leaf.name, slot, leaf.shape, whole.shape, source)
+    axis = kept.index(source)
     if layout != "unrolled":
         order = [k for k in range(len(whole.shape)) if k != source]
         order.insert(1 if layout == "axis1" else 0, source)
-        to = [k for k in order if k != lacking].index(source)
+        to = [k for k in order if k in kept].index(source)
         new = _renamed(leaf.name, parameter, place.name(layout))
         return [(new, leaves_lib.axis_moved(leaf, axis, to, new))]
-    swaps = _swaps(slot, [size for k, size in enumerate(whole.shape) if k != source])
+    swap = swaps(slot, [size for k, size in enumerate(whole.shape) if k != source])
     names = [_renamed(leaf.name, parameter, place.name("unrolled", i)) for i in range(number)]
-    names = [_swapped(name) for name in names] if swaps else names
+    names = [swapped(name) for name in names] if swap else names
     return [(name, leaves_lib.taken(leaf, i, axis, name)) for i, name in enumerate(names)]
 
 
-def _swaps(slot: Slot | None, shape: Sequence[int]) -> bool:
+def swaps(slot: Slot | None, shape: Sequence[int]) -> bool:
     """Whether rows and columns of Adafactor's state of a matrix change their names between one array of layers and many.
 
     In one array T5X's rules name them, and `v_row` is what keeps the axis 'embed'; of a matrix by itself `v_row` is what
@@ -178,7 +182,11 @@ def _swaps(slot: Slot | None, shape: Sequence[int]) -> bool:
     return int(np.argsort(shape, kind="stable")[0]) != _embed_axis(slot.parameter, [0, 1])
 
 
-def _swapped(name: str) -> str:
+def swapped(name: str) -> str:
+    """
+    >>> swapped("state/param_states/w/v_row"), swapped("v_col")
+    ('state/param_states/w/v_col', 'v_row')
+    """
     return re.sub(r"\bv_(row|col)\b", lambda match: "v_col" if match[1] == "row" else "v_row", name)
 
 
@@ -189,14 +197,17 @@ def _to_stack(parts: list[Leaf], slot: Slot | None, whole: tuple[int, ...], layo
     if _is_placeholder(slot, first.shape, whole):
         return leaves_lib.renamed(first, name)
     stack = (*whole[:axis], len(parts), *whole[axis:])
-    if first.shape == whole:
+    if first.shape == whole or slot is None:
         return leaves_lib.stacked(parts, axis, name)
-    if slot is None or len(whole) != 2 or len(first.shape) != 1:
-        raise ConfigError(
-            f"{first.name} has shape {list(first.shape)}, and its parameter {list(whole)}: how its layers are stacked is "
-            "not known. Leave the optimizer's state out with --params_only."
-        )
-    embed = _embed_axis(slot.parameter, [k for k in range(len(stack)) if k != axis])
-    is_row = (slot.kind == "v_row") != _swaps(slot, whole)
-    lacking = next(k for k in range(len(stack)) if k != axis and (k != embed) == is_row)
-    return leaves_lib.stacked(parts, axis - (lacking < axis), name)
+    if swaps(slot, whole):
+        slot = dataclasses.replace(slot, kind=swapped(slot.kind))
+    others = [k for k in range(len(stack)) if k != axis]
+    embed = _embed_axis(slot.parameter, others)
+    by_rule = [embed] if slot.kind == "v_row" else [k for k in others if k != embed]
+    for kept in (by_rule, *([k for k in others if k != lacking] for lacking in others)):
+        if tuple(stack[k] for k in kept) == first.shape:
+            return leaves_lib.stacked(parts, sum(k < axis for k in kept), name)
+    raise ConfigError(
+        f"{first.name} has shape {list(first.shape)}, and its parameter {list(whole)}: how its layers are stacked is "
+        "not known. Leave the optimizer's state out with --optimizer_state=drop."
+    )

@@ -236,5 +236,21 @@ def stacked(leaves: Sequence[Leaf], axis: int, name: str) -> Leaf:
     return _view(first, name, shape, lambda: ts.stack([leaf.store() for leaf in leaves], axis=axis))
 
 
+def reshaped(leaf: Leaf, shape: Sequence[int], name: str) -> Leaf:
+    """Another shape of the same numbers. TensorStore has no such view: to read a part of it, all is read.
+
+    >>> reshaped(of_array("w", np.arange(6)), (2, 3), "w").read((slice(1, 2),)).tolist()
+    [[3, 4, 5]]
+    """
+    shape = tuple(shape)
+
+    def opener() -> Any:
+        import tensorstore as ts
+
+        return ts.array(np.ascontiguousarray(leaf.read()).reshape(shape))
+
+    return dataclasses.replace(_view(leaf, name, shape, opener), bits_as=None)
+
+
 def _view(leaf: Leaf, name: str, shape: tuple[int, ...], opener: Callable[[], Any]) -> Leaf:
     return dataclasses.replace(renamed(leaf, name), shape=shape, opener=opener)

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from perex_t5x.checkpoint_formats import hugging_face, layers, optimizer_states
+from perex_t5x.checkpoint_formats import heads, hugging_face, layers, optimizer_states
 from perex_t5x.checkpoint_formats import leaves as leaves_lib
 from perex_t5x.checkpoint_formats.leaves import Contents, Leaf
+from perex_t5x.errors import ConfigError
 
 Format = Literal["legacy", "orbax", "safetensors"]
 
@@ -23,6 +24,7 @@ class Options:
       to: the format.
       names: of parameters in safetensors files, 'hugging_face' or 't5x'; the other formats have T5X's.
       layers: 'keep' (as they are, or were before they came into a safetensors file), or one of `layers.LAYOUTS`.
+      heads: 'keep', 'joined' (heads and their widths are one axis of kernels) or 'split'.
       optimizer_state: 'keep', 't5x' (renamed to what T5X's Adafactor and adamw have), or 'drop'.
       params_only: leave out everything but parameters, and the step where T5X wants it.
       ignore: settings of a config.json that may differ from what our networks compute.
@@ -32,6 +34,7 @@ class Options:
     to: Format
     names: Literal["hugging_face", "t5x"] = "hugging_face"
     layers: Literal["keep", "unrolled", "axis0", "axis1"] = "keep"
+    heads: Literal["keep", "joined", "split"] = "keep"
     optimizer_state: Literal["keep", "t5x", "drop"] = "keep"
     params_only: bool = False
     ignore: tuple[str, ...] = ()
@@ -96,7 +99,7 @@ def make_plan(contents: Contents, options: Options) -> Plan:
     items, dropped, notes = _under_t5x_names(contents, options)
     items, empty = _without_unwanted(items, dict(contents.empty), dropped, options)
     into_hf = options.to == "safetensors" and options.names == "hugging_face"
-    items, metadata = _rearranged(items, contents, "unrolled" if into_hf else options.layers)
+    items, metadata = _rearranged(items, contents, options, into_hf)
     items = _optimizer_for_t5x(items, notes) if options.optimizer_state == "t5x" else items
     config = None
     if into_hf:
@@ -148,24 +151,53 @@ def _without_unwanted(
     return kept, {name: value for name, value in empty.items() if not reason(name)}
 
 
-def _rearranged(items: dict[str, _Item], contents: Contents, wanted: str) -> tuple[dict[str, _Item], dict[str, Any]]:
+def _rearranged(
+    items: dict[str, _Item], contents: Contents, options: Options, into_hf: bool
+) -> tuple[dict[str, _Item], dict[str, Any]]:
+    """Layers and heads as wanted; and how they were, for the way back."""
     leaves = {name: item.leaf for name, item in items.items()}
-    present = layers.layout_of(leaves)
-    former = contents.metadata.get("layers")
-    origin = former if former in layers.LAYOUTS else present
-    metadata = {"layers": origin} if origin else {}
-    layout = origin if wanted == "keep" else wanted
-    if layout is None or present is None:
-        return items, metadata
+    present, head_dim = layers.layout_of(leaves), heads.head_dim_of(leaves)
+    if present is None:
+        return items, {}
+    origin = {"layers": present} | ({"head_dim": head_dim} if head_dim else {})
+    origin |= {key: contents.metadata[key] for key in ("layers", "head_dim") if key in contents.metadata}
+    layout = origin["layers"] if options.layers == "keep" else options.layers
+    joins = options.heads == "joined"
+    wanted_head_dim = origin.get("head_dim")
+    if options.heads == "split":
+        wanted_head_dim = head_dim or wanted_head_dim or options.settings.get("head_dim")
+        if wanted_head_dim is None:
+            raise ConfigError("--heads=split needs the width of a head: --set=head_dim=...")
+    if into_hf:
+        layout, joins = "unrolled", True
+    if wanted_head_dim and not joins and not head_dim:
+        items = _with_heads(items, wanted_head_dim)
+    items = _with_layers(items, layout)
+    if joins and head_dim:
+        items = _with_heads(items, None)
+    return items, origin
+
+
+def _with_layers(items: dict[str, _Item], layout: str) -> dict[str, _Item]:
     result = {}
-    for name, moved in layers.rearranged(leaves, layout).items():
+    for name, moved in layers.rearranged({name: item.leaf for name, item in items.items()}, layout).items():
         parts = [items[source] for source in moved.sources]
-        word = {"stacked": f"stacked from {len(parts)} layers", "split": "split into layers", "kept": ""}.get(
-            moved.how, moved.how
-        )
+        words = {"stacked": f"stacked from {len(parts)} layers", "split": "split into layers", "kept": ""}
+        word = words.get(moved.how, moved.how)
         done = parts[0].done + ((word,) if word else ())
         result[name] = _Item(moved.leaf, tuple(s for part in parts for s in part.sources), done)
-    return result, metadata
+    return result
+
+
+def _with_heads(items: dict[str, _Item], head_dim: int | None) -> dict[str, _Item]:
+    changed = heads.changed({name: item.leaf for name, item in items.items()}, head_dim)
+    word = "heads joined" if head_dim is None else "heads split"
+    result = {}
+    for name, item in items.items():
+        new, leaf = changed.get(name, (name, item.leaf))
+        done = item.done + ((word,) if name in changed else ())
+        result[new] = dataclasses.replace(item, leaf=leaf, done=done)
+    return result
 
 
 def _optimizer_for_t5x(items: dict[str, _Item], notes: list[str]) -> dict[str, _Item]:
