@@ -18,7 +18,7 @@ from typing import Any
 from absl import logging
 
 from perex_t5x import buckets, checksums, files
-from perex_t5x.errors import ConfigError
+from perex_t5x.errors import ConfigError, did_you_mean
 
 PREFIX = "checkpoint"
 RECORDED = {"checksums": "crc32c"}  # in Orbax's metadata of a checkpoint that has checksums: they cannot vanish unseen
@@ -58,18 +58,37 @@ def is_whole(path: str) -> bool:
     return not _UNFINISHED.fullmatch(folder.name) and (folder / "state" / "_METADATA").exists()
 
 
+def legacy_file(path: str) -> str | None:
+    """The msgpack file of a checkpoint in T5X's legacy format, that file or a folder with it; None where there is none.
+
+    It says no more than that a file is there: `perex_t5x.checkpoint_formats.legacy` reads it.
+    """
+    path = path.rstrip("/")
+    folder = files.as_path(path)
+    if folder.is_file():
+        return path
+    if (folder / "state" / "_METADATA").exists() or not (folder / "checkpoint").is_file():
+        return None
+    return f"{path}/checkpoint"
+
+
+def is_legacy(path: str) -> bool:
+    """Whether a folder is a checkpoint in T5X's legacy format, as far as can be seen."""
+    return legacy_file(path) not in (None, path.rstrip("/"))
+
+
 def _is_marked(path: str) -> bool:
     """Whether it has been committed, whatever has become of it since. Earlier versions left no mark on file systems."""
     return (files.as_path(path) / _COMMITTED).exists()
 
 
 def whole(folder: str) -> list[str]:
-    """The whole checkpoints in a run's folder, oldest first."""
-    return [path for path in _named(folder) if is_whole(path)]
+    """The whole checkpoints in a run's folder, ours and T5X's, oldest first."""
+    return [path for path in _named(folder) if is_whole(path) or is_legacy(path)]
 
 
 def newest(folder: str) -> str | None:
-    """The newest whole checkpoint in a run's folder."""
+    """The newest whole checkpoint of ours in a run's folder."""
     return next((path for path in reversed(_named(folder)) if is_whole(path)), None)
 
 
@@ -92,13 +111,51 @@ def damage(path: str, own: bool = False, contents: bool = True) -> str:
       own: whether the run resumes from it, and needs the position in its data, too.
       contents: False: only look whether all files are there, in their sizes.
     """
+    if not is_whole(path) and is_of_others(path):
+        return _damage_of_others(path, decode=False)
     if not is_whole(path):
         return "state/_METADATA is missing"
     found = checksums.problems(path, contents=contents)
     if found is None:
         found = _without_checksums(path, own)
-    more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-    return "; ".join(found[:3]) + more
+    return _shortened(found)
+
+
+def _shortened(found: list[str]) -> str:
+    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def is_of_others(path: str) -> bool:
+    """Whether there is a checkpoint in a format that is read, and not written by runs."""
+    from perex_t5x.checkpoint_formats import safetensors_files
+
+    return safetensors_files.is_here(path) or legacy_file(path) is not None
+
+
+def _damage_of_others(path: str, *, decode: bool) -> str:
+    """What is wrong with a checkpoint without checksums. Raises `ConfigError` where it is none that is read.
+
+    Args:
+      decode: read everything; else only whether all parts and their descriptions are there.
+    """
+    from perex_t5x.checkpoint_formats import open_checkpoint
+
+    try:
+        return _shortened(open_checkpoint(path).problems(decode=decode))
+    except DamagedError as e:
+        return str(e).removeprefix(f"checkpoint {path} cannot be read: ")
+
+
+def _refuse_foreign(path: str) -> None:
+    """Raises `ConfigError` for a checkpoint that no run of ours has written: it holds no position in the data, so that
+    no run can resume from it."""
+    folder = files.as_path(path)
+    ours = (folder / "run").exists() or (folder / checksums.FILE).exists()
+    if is_legacy(path) or (is_whole(path) and not ours):
+        raise ConfigError(
+            f"{path} was written by T5X, or converted: it holds no position in the data, so this run cannot resume from it. "
+            f"Start a new MODEL_DIR from it, with RestoreCheckpointConfig.path = {path!r}."
+        )
 
 
 def _without_checksums(path: str, own: bool) -> list[str]:
@@ -152,6 +209,7 @@ def newest_valid(model_dir: str, *, dry_run: bool = False) -> str | None:
     damaged: list[str] = []
     last = None
     for path in reversed(_named(model_dir)):
+        _refuse_foreign(path)
         if not (is_whole(path) or _is_marked(path)):
             continue
         last = step_of(path) if last is None else last
@@ -207,7 +265,7 @@ def tidy(model_dir: str, *, prunes: bool = False) -> None:
         elif _TEMPORARY.fullmatch(name) and path.is_file():
             logging.info("removing %s, which was not finished", path)
             path.unlink()
-        elif _NAME.fullmatch(name) and not is_whole(os.fspath(path)):
+        elif _NAME.fullmatch(name) and not is_whole(os.fspath(path)) and not is_legacy(os.fspath(path)):
             unmarked = files.is_remote(model_dir) and not _is_marked(os.fspath(path))
             if unmarked or (path.is_dir() and not any(path.iterdir())):
                 logging.info("removing %s, which is not whole", path)
@@ -236,15 +294,40 @@ def define_flags() -> None:
     from absl import flags
 
     flags.DEFINE_bool("json", False, "Print a line of JSON for each checkpoint.")
+    flags.DEFINE_enum("to", None, ["legacy", "orbax", "safetensors"], "convert: the format.")
+    flags.DEFINE_bool("dry_run", False, "convert: say what would happen to each leaf, and write nothing.")
+    flags.DEFINE_enum("names", "hugging_face", ["hugging_face", "t5x"], "convert: names in safetensors files.")
+    layouts = ["keep", "unrolled", "axis0", "axis1"]
+    flags.DEFINE_enum("layers", "keep", layouts, "convert: layers by themselves, or in one array along an axis.")
+    flags.DEFINE_enum("heads", "keep", ["keep", "joined", "split"], "convert: an axis of kernels for heads, or none.")
+    states = ["keep", "t5x", "drop"]
+    flags.DEFINE_enum("optimizer_state", "keep", states, "convert: as it is, or as T5X's optimizers have it.")
+    flags.DEFINE_bool(
+        "params_only", False, "convert: leave out the optimizer's state and whatever else is no parameter."
+    )
+    flags.DEFINE_string("config_gin", None, "convert: the run's Gin file, for config.json. Default: the one beside it.")
+    flags.DEFINE_multi_string("set", [], "convert: NAME=VALUE of T5Config, for config.json.")
+    flags.DEFINE_multi_string("ignore", [], "convert: a setting of config.json that may differ from ours.")
+    flags.DEFINE_string("max_shard_size", "5GB", "convert: above it, a model gets several safetensors files.")
 
 
 def command(args: Any, words: list[str]) -> int:
-    """Verifies checkpoints; returns 1 if one of them is damaged, else 0."""
-    if words[:1] != ["verify"] or len(words) < 2:
-        raise ConfigError("what is to be done? python -m perex_t5x.checkpoints verify PATH [PATH ...]")
+    """Inspects, converts or verifies checkpoints; returns 1 if one that is verified is damaged, else 0."""
+    verb, paths = words[:1], words[1:]
+    if verb == ["inspect"] and paths:
+        from perex_t5x.checkpoint_formats.command import inspect_command
+
+        return inspect_command(args, paths)
+    if verb == ["convert"]:
+        from perex_t5x.checkpoint_formats.command import convert_command
+
+        return convert_command(args, paths)
+    if verb != ["verify"] or not paths:
+        hint = did_you_mean(verb[0], ("inspect", "convert", "verify")) if verb else ""
+        raise ConfigError(f"what is to be done? python -m perex_t5x.checkpoints inspect|convert|verify PATH.{hint}")
     has_damage = False
-    for path in words[1:]:
-        for checkpoint in _checkpoints_at(path):
+    for path in paths:
+        for checkpoint in checkpoints_at(path):
             status, detail = verify(checkpoint)
             has_damage = has_damage or status not in ("valid", "unknown")
             if args.json:
@@ -255,7 +338,12 @@ def command(args: Any, words: list[str]) -> int:
 
 
 def verify(path: str) -> tuple[str, str]:
-    """One of 'valid', 'damaged', 'unfinished' and 'unknown' (an earlier version's, without checksums), and a detail."""
+    """One of 'valid', 'damaged', 'unfinished' and 'unknown' (an earlier version's, without checksums), and a detail.
+
+    What other programs have written is valid if all of it can be read."""
+    if not is_whole(path) and is_of_others(path):
+        found = _damage_of_others(path, decode=True)
+        return ("damaged", found) if found else ("valid", "written without checksums; every leaf was read")
     if not (is_whole(path) or _is_marked(path)):
         return "unfinished", "not a whole checkpoint"
     if found := damage(path):
@@ -265,13 +353,14 @@ def verify(path: str) -> tuple[str, str]:
     return "valid", ""
 
 
-def _checkpoints_at(path: str) -> Iterator[str]:
+def checkpoints_at(path: str) -> Iterator[str]:
+    """The checkpoint that a path names, or all in a run's folder."""
     buckets.check(path, "PATH", writes=False)
     path = absolute(os.path.expanduser(path))
     folder = files.as_path(path)
-    if not folder.is_dir():
+    if not folder.exists():
         raise ConfigError(f"{path}: there is no such folder.")
-    if step_of(path) is not None or (folder / "state").exists():
+    if step_of(path) is not None or (folder / "state").exists() or is_of_others(path):
         yield path
         return
     inside = _named(path)

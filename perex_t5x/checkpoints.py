@@ -7,9 +7,12 @@ checkpoint_1000/
   checksums.json   of all of these, written before the commit: `perex_t5x.checksums`
 
     python -m perex_t5x.checkpoints verify PATH [PATH ...]
+    python -m perex_t5x.checkpoints inspect PATH [PATH ...] [--json]
+    python -m perex_t5x.checkpoints convert PATH TARGET --to=orbax|legacy|safetensors [--dry_run]
 
-says of checkpoints, or of all in a run's folder, whether they are as they were written; exit code 1 if one of them is not.
-`perex_t5x.saving` writes checkpoints; here they are read.
+`verify` says of checkpoints, or of all in a run's folder, whether they are as they were written; exit code 1 if one of them
+is not. `inspect` lists what is in them. `convert` goes between this format, T5X's legacy one, and safetensors files with
+Hugging Face's names: docs/checkpoints.md. `perex_t5x.saving` writes checkpoints; here they are read.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -33,7 +36,7 @@ from absl import logging
 from etils import epath
 from flax import traverse_util
 
-from perex_t5x import background, buckets
+from perex_t5x import buckets
 from perex_t5x.best_checkpoints import (  # noqa: F401 (of this module's interface)
     OrbaxCheckpointManagerInterface,
     SaveBestCheckpointer,
@@ -42,12 +45,24 @@ from perex_t5x.checkpoint_files import (
     DamagedError,
     absolute,  # noqa: F401 (of this module's interface)
     is_whole,
+    legacy_file,
     newest,  # noqa: F401 (of this module's interface)
     read_run,
     step_of,
     whole,
 )
-from perex_t5x.errors import ConfigError, is_denied
+from perex_t5x.checkpoint_formats import (
+    Leaf,
+    heads,
+    hugging_face,
+    layers,
+    open_checkpoint,
+    optimizer_states,
+    safetensors_files,
+)
+from perex_t5x.checkpoint_formats.leaves import reading
+from perex_t5x.checkpoint_formats.sharded import read_sharded
+from perex_t5x.errors import ConfigError
 from perex_t5x.saving import Checkpointer  # noqa: F401 (of this module's interface)
 from perex_t5x.train_state import TrainState
 from perex_t5x.utils import RestoreCheckpointConfig
@@ -77,12 +92,9 @@ def checkpoint_paths(path: str, mode: str) -> list[str]:
     binding = f"RestoreCheckpointConfig.path = {path!r}"
     if not folder.exists():
         raise ConfigError(f"{binding}: this path does not exist.")
+    if legacy_file(path) or safetensors_files.is_here(path):
+        return [os.fspath(folder)]
     if mode == "specific" or (folder / "state").exists():
-        if (folder / "checkpoint").exists():
-            raise ConfigError(
-                f"{binding} is a checkpoint in T5X's legacy format (msgpack and zarr), which is not read here. Convert "
-                "it to Orbax with T5X first."
-            )
         if not (folder / "state").exists():
             inside = whole(os.fspath(folder))
             hint = f" It holds {', '.join(os.path.basename(p) for p in inside)}: name one, or set mode = 'latest'."
@@ -102,21 +114,26 @@ def check(path: str, shapes: TrainState, config: RestoreCheckpointConfig | None 
     Returns:
       The step that the run would begin at.
     """
-    return (step_of(path) or 0) if "state/step" in leaves_given(path, shapes, config, ("target", "state")) else 0
+    sources, saved = _given(path, shapes, config, ("target", "state"))
+    return _step(path, saved) if "state/step" in sources else 0
 
 
 def leaves_given(
     path: str, shapes: TrainState, config: RestoreCheckpointConfig | None, parts: tuple[str, ...]
 ) -> set[str]:
-    """Names of the leaves that `restore` with these arguments would read. Raises `ConfigError` if it would.
+    """Names of the leaves that `restore` with these arguments would read. Raises `ConfigError` if it would."""
+    return set(_given(path, shapes, config, parts)[0])
 
-    Says which of the checkpoint's parameters the model has not, and would be left out.
-    """
+
+def _given(
+    path: str, shapes: TrainState, config: RestoreCheckpointConfig | None, parts: tuple[str, ...]
+) -> tuple[dict[str, str], Saved]:
+    """Says which of the checkpoint's parameters the model has not, and would be left out."""
     sources, saved = _sources(path, _wanted(shapes, parts), config)
     rules = (config.assignment_map if config else None) or ()
     left_out = sorted(
         name
-        for name in set(saved) - set(sources.values())
+        for name in saved.unused(sources.values())
         if name.startswith("target/") and not any(re.fullmatch(pattern, name) for pattern, _ in rules)
     )
     if left_out:
@@ -126,7 +143,7 @@ def leaves_given(
             len(left_out),
             _some(left_out),
         )
-    return set(sources)
+    return sources, saved
 
 
 def _check_map(path: str, wanted: Mapping[str, Any], saved: Mapping[str, Any], config: RestoreCheckpointConfig) -> None:
@@ -147,14 +164,14 @@ def _wanted(shapes: TrainState, parts: tuple[str, ...]) -> dict[str, Any]:
 
 def _sources(
     path: str, wanted: Mapping[str, Any], config: RestoreCheckpointConfig | None
-) -> tuple[dict[str, str], Mapping[str, Any]]:
+) -> tuple[dict[str, str], Saved]:
     """Which of the checkpoint's leaves each wanted leaf is read from, all of the wanted shapes; and all of its leaves."""
     with _readable(path):
-        saved = flatten(ocp.PyTreeCheckpointHandler().metadata(epath.Path(path) / "state").tree)
+        saved = Saved.of(path, wanted)
     try:
-        _check_map(path, wanted, saved, config or RestoreCheckpointConfig())
+        _check_map(path, wanted, saved.leaves, config or RestoreCheckpointConfig())
         sources = _assign(path, wanted, saved, config or RestoreCheckpointConfig())
-        _check_shapes(path, wanted, saved, sources)
+        _check_shapes(path, wanted, saved.leaves, sources)
     except ConfigError as e:
         if config is not None:
             raise
@@ -165,18 +182,56 @@ def _sources(
     return sources, saved
 
 
+@dataclasses.dataclass
+class Saved:
+    """The leaves of a checkpoint of any format, under its own names and under those that the run has for the same.
+
+    Attributes:
+      leaves: by name; also with layers laid out as the run has them.
+      made_of: the checkpoint's own leaves that each of these is made of.
+      own: names of the checkpoint's own leaves.
+      format: of the checkpoint.
+    """
+
+    leaves: dict[str, Leaf]
+    made_of: dict[str, tuple[str, ...]]
+    own: frozenset[str]
+    format: str
+
+    @classmethod
+    def of(cls, path: str, wanted: Mapping[str, Any]) -> Saved:
+        contents = hugging_face.in_t5x_names(open_checkpoint(path))
+        leaves, made_of = dict(contents.leaves), {name: (name,) for name in contents.leaves}
+        layout, present = layers.layout_of(wanted), layers.layout_of(contents.leaves)
+        if layout is None or present is None:
+            return cls(leaves, made_of, frozenset(contents.leaves), contents.format)
+        moved = layers.rearranged(contents.leaves, layout)
+        if layout != present:
+            logging.info("%s has its layers as %r, this run as %r: converted while reading", path, present, layout)
+            leaves |= {name: m.leaf for name, m in moved.items()}
+            made_of |= {name: m.sources for name, m in moved.items()}
+        current = {name: leaf for name, leaf in leaves.items() if name in moved}
+        if heads.head_dim_of(current) and not heads.head_dim_of(wanted):
+            logging.info("%s has an axis for heads in its kernels of attention: joined while reading", path)
+            for name, (new, leaf) in heads.changed(current, None).items():
+                leaves[new], made_of[new] = leaf, moved[name].sources
+        return cls(leaves, made_of, frozenset(contents.leaves), contents.format)
+
+    def unused(self, sources: Iterable[str]) -> set[str]:
+        """The checkpoint's own leaves of which nothing is read."""
+        return set(self.own) - {name for source in sources for name in self.made_of[source]}
+
+
 @contextlib.contextmanager
 def _readable(path: str) -> Iterator[None]:
     """Errors of the libraries that read a checkpoint, in a line: one without checksums may be damaged unseen."""
     try:
-        yield
-    except Exception as e:  # Orbax raises this very class, too
-        if isinstance(e, MemoryError | jax.errors.JaxRuntimeError) or is_denied(e) or background.is_transient(e):
-            raise
-        text = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        with reading(path):
+            yield
+    except DamagedError as e:
         raise DamagedError(
-            f"checkpoint {path} cannot be read: {text[:300]}. If its files are damaged, move the folder away: the same "
-            "command then starts from the checkpoint before it."
+            f"{e}. If its files are damaged, move the folder away: the same command then starts from the checkpoint "
+            "before it."
         ) from e
 
 
@@ -197,12 +252,26 @@ def restore(
     """
     wanted = _wanted(shapes, parts)
     places = flatten(shardings.state_dict())
+    sources, saved = _sources(path, wanted, config)
+    into = {}
+    for name in sources:
+        dtype = config.dtype if config and config.dtype and name.startswith("target/") else wanted[name].dtype
+        into[name] = jax.ShapeDtypeStruct(wanted[name].shape, dtype, sharding=places[name])
+    if saved.format == "orbax" and all(saved.leaves[source].origin is None for source in sources.values()):
+        leaves = _restore_by_orbax(path, sources, into)
+    else:
+        with _readable(path):
+            leaves = read_sharded({name: saved.leaves[source] for name, source in sources.items()}, into)
+    logging.info("restored %d leaves from %s", len(leaves), path)
+    return Restored(_step(path, saved), leaves, {} if legacy_file(path) else read_run(path), path)
+
+
+def _restore_by_orbax(
+    path: str, sources: Mapping[str, str], into: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Reads leaves of one of Orbax's checkpoints as they are."""
     with ocp.PyTreeCheckpointer() as checkpointer:
-        sources, _ = _sources(path, wanted, config)
-        item = {}
-        for name, source in sources.items():
-            dtype = config.dtype if config and config.dtype and name.startswith("target/") else wanted[name].dtype
-            item[source] = jax.ShapeDtypeStruct(wanted[name].shape, dtype, sharding=places[name])
+        item = {source: into[name] for name, source in sources.items()}
         tree = traverse_util.unflatten_dict(item, sep="/")
         restore_args = jax.tree.map(
             lambda s: ocp.ArrayRestoreArgs(sharding=s.sharding, global_shape=s.shape, dtype=s.dtype), tree
@@ -211,9 +280,15 @@ def restore(
         with _readable(path):
             read = checkpointer.restore(os.path.join(path, "state"), args=args)
     read = flatten(read)
-    leaves = {name: read[source] for name, source in sources.items()}
-    logging.info("restored %d leaves from %s", len(leaves), path)
-    return Restored(step_of(path) or 0, leaves, read_run(path), path)
+    return {name: read[source] for name, source in sources.items()}
+
+
+def _step(path: str, saved: Saved) -> int:
+    """The step of a checkpoint, by its name, or by what is in it."""
+    step = step_of(path)
+    if step is None and "state/step" in saved.own:
+        step = int(saved.leaves["state/step"].read())
+    return step or 0
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -226,12 +301,11 @@ def leaves_missing(shapes: TrainState, restored: Restored) -> bool:
     return bool(set(flatten(shapes.state_dict())) - set(restored.leaves))
 
 
-def _assign(
-    path: str, wanted: Mapping[str, Any], saved: Mapping[str, Any], config: RestoreCheckpointConfig
-) -> dict[str, str]:
+def _assign(path: str, wanted: Mapping[str, Any], saved: Saved, config: RestoreCheckpointConfig) -> dict[str, str]:
     """Which of the checkpoint's leaves each wanted leaf is read from."""
     sources: dict[str, str] = {}
     missing = []
+    same = optimizer_states.counterparts(wanted, saved.leaves)
     for name in wanted:
         source: str | None = name
         for pattern, replacement in config.assignment_map or ():
@@ -241,7 +315,9 @@ def _assign(
                 break
         if source is None:
             continue
-        if source in saved:
+        if source == name and source not in saved.leaves:
+            source = same.get(name, name)
+        if source in saved.leaves:
             sources[name] = source
         elif config.fallback_to_scratch or name.startswith(_MONITOR):
             logging.info("%s is not in %s: initialised", name, path)
@@ -254,9 +330,11 @@ def _assign(
             "assignment_map = [('.*param_states.*', None)]; to initialise what is missing set "
             "fallback_to_scratch = True."
         )
-    unused = sorted(set(saved) - set(sources.values()))
-    optimizer = "state/param_states/"
+    unused = sorted(saved.unused(sources.values()))
+    optimizer = optimizer_states.STATES
     restored_optimizer = any(name.startswith(optimizer) for name in sources)
+    slots = optimizer_states.slots(unused, optimizer_states.parameters_of(saved.own))
+    unused = [n for n in unused if not optimizer_states.is_negligible(n, saved.leaves[n].shape, slots.get(n))]
     if restored_optimizer and (foreign := [name for name in unused if name.startswith(optimizer)]):
         raise ConfigError(
             f"checkpoint {path} was written by another optimizer: this one has no use for {_some(foreign)}. To continue "

@@ -17,6 +17,7 @@ _TRAIN = (
 _MODULES = {
     "train": _TRAIN,
     "gcs": ("google.cloud.storage",),
+    "convert": ("safetensors",),
     "reports": (*_TRAIN, "vl_convert"),
     "launch": _TRAIN,
 }
