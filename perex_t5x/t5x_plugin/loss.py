@@ -1,8 +1,8 @@
 """A T5X model and a T5X mesh, as `perex_t5x.gradients` wants them.
 
-T5X's models normalise their loss themselves, by the batch they are given. Called with one example, each would be normalised by
-itself: with NUM_REAL_TARGET_TOKENS and rows of unlike length that is another function, and its mean gradient too large by the
-number of examples. Here the normaliser is that of the global batch.
+T5X's models normalise their loss themselves, by the batch they are given. Called with one example, each would be normalised
+by itself: with NUM_REAL_TARGET_TOKENS and rows of unlike length that is another function, and its mean gradient too large by
+the number of examples. Here the normaliser is that of the global batch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_model(model: models.BaseModel, own_loss_is_sum: bool) -> None:
     if getattr(type(model), "loss_fn", None) is not known and not own_loss_is_sum:
         raise ConfigError(
             f"{type(model).__name__} has a loss_fn of its own, so whether its loss is a sum over examples is not known, and "
-            "examples' gradients would silently be something else if it is not. If, for a fixed loss_normalizing_factor, it is "
+            "examples' gradients would silently be something else if it is not. If for a fixed loss_normalizing_factor it is "
             "(no mean over the batch, nothing that mixes examples), set PerExampleTrainer.own_loss_is_sum = True."
         )
 
@@ -80,8 +80,8 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
             is_sum = all(bool(jnp.all(leaf == 5.0)) for leaf in merged)
         if not is_sum:
             raise ConfigError(
-                f"the model's metric {name!r}, a {type(metric).__name__}, is not a sum over examples, so it cannot be computed "
-                "example by example. Make it one that is, such as clu.metrics.Average or t5x.metrics.Sum, or leave it out."
+                f"the model's metric {name!r}, a {type(metric).__name__}, is not a sum over examples, so it cannot be "
+                "computed example by example. Make it one that is, such as clu.metrics.Average or t5x.metrics.Sum, or leave it out."
             )
 
 

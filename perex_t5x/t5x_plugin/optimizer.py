@@ -1,8 +1,8 @@
 """optax transformations, ours and any other, as what T5X calls an `optimizer_def`.
 
-T5X's own wrapper of optax passes an update nothing but the gradient, and has a list of the states it can shard. Here a state
-is sharded by its leaves' names and shapes, and a checkpoint has them by name, as T5X's wrapper names them: what that wrote is
-read here.
+T5X's own wrapper of optax passes an update nothing but the gradient, and has a list of the states it can shard. Here a
+state is sharded by its leaves' names and shapes, and a checkpoint has them by name, as T5X's wrapper names them: what that
+wrote is read here.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class PerExampleOptimizer(OptimizerDef):
 
     Args:
       optimizer: a function with a `learning_rate` argument that returns an optax transformation, such as
-        `optimizers.micro_adam` or `optax.lion`: T5X's `Trainer.learning_rate_fn` then gives the rate; or a transformation that is
-        already built and has its own.
+        `optimizers.micro_adam` or `optax.lion`: T5X's `Trainer.learning_rate_fn` then gives the rate; or a transformation
+        that is already built and has its own.
     """
 
     def __init__(self, optimizer: Callable[..., optax.GradientTransformation] | optax.GradientTransformation):

@@ -194,8 +194,8 @@ def _needs_and_options(
         needs = optimizers.needs_of(optimizer_def.optax_optimizer, params)
         if needs != ("mean",):
             raise ConfigError(
-                f"the optimizer reads {', '.join(map(str, needs))}, and T5X's wrapper of optax passes it the mean alone. Use "
-                "OPTIMIZER = @t5x_plugin.PerExampleOptimizer() and bind its `optimizer`."
+                f"the optimizer reads {', '.join(map(str, needs))}, and T5X's wrapper of optax passes it the mean alone. "
+                "Use OPTIMIZER = @t5x_plugin.PerExampleOptimizer() and bind its `optimizer`."
             )
     return ("mean",), options
 
