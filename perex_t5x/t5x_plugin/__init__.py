@@ -15,8 +15,8 @@ try:
     import t5x.trainer  # noqa: F401
 except ImportError as e:
     raise ImportError(
-        "perex_t5x.t5x_plugin is for use inside T5X (https://github.com/google-research/t5x), which cannot be imported here: "
-        f"{e}. Install T5X, or put its checkout on PYTHONPATH. Without T5X use perex_t5x.train, which has T5X's names."
+        "perex_t5x.t5x_plugin is for use inside T5X (https://github.com/google-research/t5x), which cannot be imported "
+        f"here: {e}. Install T5X, or put its checkout on PYTHONPATH. Without T5X use perex_t5x.train, which has T5X's names."
     ) from e
 
 from perex_t5x.t5x_plugin.optimizer import (

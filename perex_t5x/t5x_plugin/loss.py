@@ -63,9 +63,9 @@ def check_model(model: models.BaseModel, own_loss_is_sum: bool) -> None:
     known = models.BaseTransformerModel.loss_fn
     if getattr(type(model), "loss_fn", None) is not known and not own_loss_is_sum:
         raise ConfigError(
-            f"{type(model).__name__} has a loss_fn of its own, so whether its loss is a sum over examples is not known, and "
-            "examples' gradients would silently be something else if it is not. If for a fixed loss_normalizing_factor it is "
-            "(no mean over the batch, nothing that mixes examples), set PerExampleTrainer.own_loss_is_sum = True."
+            f"{type(model).__name__} has a loss_fn of its own, so whether its loss is a sum over examples is not known; if it "
+            "is not, examples' gradients would silently be wrong. If for a fixed loss_normalizing_factor it is one (no mean "
+            "over the batch, nothing that mixes examples), set PerExampleTrainer.own_loss_is_sum = True."
         )
 
 
@@ -81,7 +81,7 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
         if not is_sum:
             raise ConfigError(
                 f"the model's metric {name!r}, a {type(metric).__name__}, is not a sum over examples, so it cannot be "
-                "computed example by example. Make it one that is, such as clu.metrics.Average or t5x.metrics.Sum, or leave it out."
+                "computed example by example. Use one that is, such as clu.metrics.Average or t5x.metrics.Sum, or none."
             )
 
 

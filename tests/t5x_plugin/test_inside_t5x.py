@@ -236,7 +236,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name():
         )
         for make in (t5x_plugin.micro_adam, t5x_plugin.sign_sgd)
     ]
-    with pytest.raises(ConfigError, match=r"missing there: 0/count, 0/mu/decoder.*assignment_map"):
+    with pytest.raises(ConfigError, match=r"missing there: 0/count, 0/nu/decoder.*assignment_map"):
         states[0].restore_state(states[1].state_dict())
     with pytest.raises(ConfigError, match="only there: 0/count"):
         states[1].restore_state(states[0].state_dict())
@@ -266,8 +266,8 @@ def test_a_run_resumes_bit_for_bit_from_t5xs_checkpoints(tmp_path, use_orbax):
 
     def manager(trainer):
         """The restored state, if there is one, and T5X's manager: what its `train` calls."""
-        restore = utils.RestoreCheckpointConfig(path=str(tmp_path), mode="latest")
-        _, paths = utils.get_first_valid_restore_config_and_paths([restore])
+        latest = utils.RestoreCheckpointConfig(path=str(tmp_path), mode="latest")
+        restore, paths = utils.get_first_valid_restore_config_and_paths([latest])
         return utils.create_checkpoint_manager_and_restore(
             small_t5x.initializer(trainer._model, trainer._partitioner),
             trainer._partitioner,
