@@ -63,8 +63,8 @@ def check_model(model: models.BaseModel, own_loss_is_sum: bool) -> None:
     known = models.BaseTransformerModel.loss_fn
     if getattr(type(model), "loss_fn", None) is not known and not own_loss_is_sum:
         raise ConfigError(
-            f"{type(model).__name__} has a loss_fn of its own, so whether its loss is a sum over examples is not known; if it "
-            "is not, examples' gradients would silently be wrong. If for a fixed loss_normalizing_factor it is one (no mean "
+            f"{type(model).__name__} has a loss_fn of its own, and whether its loss is a sum over examples is not known; if "
+            "not, examples' gradients would silently be wrong. If for a fixed loss_normalizing_factor it is one (no mean "
             "over the batch, nothing that mixes examples), set PerExampleTrainer.own_loss_is_sum = True."
         )
 
