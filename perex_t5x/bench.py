@@ -3,6 +3,7 @@
     python -m perex_t5x.bench --gin_file=models/tiny.gin --gin_file=runs/bench.gin
     python -m perex_t5x.bench --engine=scanned,unrolled --rounds=9
     python -m perex_t5x.bench --zoo=all --table=zoo.md
+    python -m perex_t5x.bench --t5x=decoder_only,encoder_decoder
 
 The first times the training loop (feed, prefetching, metrics, log files, progress) and a bare JAX loop (the model's loss,
 `jax.grad`, the optimizer, batches already on the devices) on the same model, mesh and batches; each number is the median
@@ -24,6 +25,9 @@ too; times are ratios to it, with quartiles. Temporary memory is the compiler's.
 The third does so for the losses of `perex_t5x.zoo` (or some: --zoo='weight_*,lstm'), with the least time of the rounds, and
 writes a table that marks the losses where `vmap` or `micro_grad` needs less time or memory than the engine.
 
+The fourth, where T5X is installed, does so for training steps of T5X's example models: with T5X's own trainer and adamw, and
+with ours (`perex_t5x.t5x_plugin`); times are ratios to the former, the median of the rounds' ratios.
+
 Whatever is compared takes turns in every round. Cycles on a TPU, without one: `python -m perex_t5x.preflight.overhead`.
 """
 
@@ -44,11 +48,12 @@ if __name__ == "__main__":
         flags.DEFINE_list(
             "zoo", None, "Time the per-example engine on these losses of the zoo: names, patterns, or all."
         )
+        flags.DEFINE_list("t5x", None, "Time training inside T5X on its decoder_only, encoder_decoder, or both.")
         flags.DEFINE_string("table", None, "With --zoo: write the table into this Markdown file.")
-        flags.DEFINE_integer("rounds", 5, "With --engine or --zoo: rounds in which all programs take turns.")
+        flags.DEFINE_integer("rounds", 5, "With --engine, --zoo or --t5x: rounds in which all programs take turns.")
         flags.DEFINE_list("microbatches", ["1", "4"], "With --engine: microbatch sizes to try, besides all at once.")
-        flags.DEFINE_integer("examples", 16, "With --engine: examples of the decoder's batch.")
-        flags.DEFINE_integer("layers", 4, "With --engine: layers.")
+        flags.DEFINE_integer("examples", 16, "With --engine or --t5x: examples of the batch.")
+        flags.DEFINE_integer("layers", 4, "With --engine or --t5x: layers.")
 
     def main(args: Any) -> None:
         def load() -> Callable[..., Any]:
@@ -61,6 +66,11 @@ if __name__ == "__main__":
             from perex_t5x.bench_zoo import benchmark_zoo
 
             benchmark_zoo(args.zoo, args.rounds, args.table)
+            return
+        if args.t5x is not None:
+            from perex_t5x.bench_t5x import benchmark_t5x
+
+            benchmark_t5x(args.t5x, args.rounds, args.examples, args.layers)
             return
         if args.engine is None:
             from perex_t5x.cli import gin_command

@@ -93,16 +93,16 @@ class PjitPartitioner:
     @property
     def data_parallel_size(self) -> int:
         """The number of shards that the batch is split into."""
-        return self.mesh.shape["replica"] * self.mesh.shape["data"]
+        return math.prod(self.mesh.shape[a] for a in self.batch_axes)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The data axes that divide the batch: those with more than one device."""
-        return tuple(a for a in DATA_AXES if self.mesh.shape[a] > 1)
+        return tuple(a for a in DATA_AXES if self.mesh.shape.get(a, 1) > 1)
 
     def divided(self, spec: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
         """A parameter's sharding over the axes that divide the batch, and over the others; axes of size 1 are left out."""
-        others = [a for a in MESH_AXES if self.mesh.shape[a] > 1 and a not in self.batch_axes]
+        others = [a for a in self.mesh.axis_names if self.mesh.shape[a] > 1 and a not in self.batch_axes]
         return only_axes(spec, self.batch_axes), only_axes(spec, others)
 
     @functools.cached_property
@@ -114,7 +114,7 @@ class PjitPartitioner:
         """
         grid, stages = self.mesh.devices, {}
         for axis in self.batch_axes:
-            along = np.moveaxis(grid, MESH_AXES.index(axis), 0).reshape(grid.shape[MESH_AXES.index(axis)], -1)[:, 0]
+            along = np.moveaxis(grid, self.mesh.axis_names.index(axis), 0).reshape(self.mesh.shape[axis], -1)[:, 0]
             sizes = torus_sizes([getattr(device, "coords", None) for device in along])
             if len(sizes) > 1:
                 stages[axis] = sizes
@@ -203,26 +203,10 @@ class PjitPartitioner:
     def shardings_like_params(self, tree: Any, params_shardings: Any, params_shapes: Any) -> Any:
         """Sharding of any pytree (an optimizer state, say) by matching its leaves to parameters.
 
-        A leaf whose path ends with a parameter's path and whose shape is the parameter's gets its sharding
-        (`0.mu.decoder.mlp.wi.kernel` ends with `decoder.mlp.wi.kernel`). Everything else, counters and
-        factored moments among them, is replicated.
+        A leaf whose path ends with a parameter's path and whose shape is the parameter's gets its sharding; everything else,
+        counters and factored moments among them, is replicated.
         """
-        by_path = {
-            keystr(path, simple=True, separator="/"): (sharding, tuple(shape.shape))
-            for (path, sharding), shape in zip(
-                jax.tree_util.tree_leaves_with_path(params_shardings), jax.tree.leaves(params_shapes), strict=True
-            )
-        }
-
-        def sharding(path: Any, leaf: Any) -> NamedSharding:
-            parts = keystr(path, simple=True, separator="/").split("/")
-            for start in range(len(parts)):
-                match = by_path.get("/".join(parts[start:]))
-                if match and match[1] == tuple(leaf.shape):
-                    return match[0]
-            return self.replicated
-
-        return jax.tree_util.tree_map_with_path(sharding, tree)
+        return like_params(tree, params_shardings, params_shapes, default=self.replicated)
 
     def check_model(self, sharded_dimensions: Mapping[str, int]) -> None:
         """Raises if a model dimension that is split over the `model` axis is not divisible by it."""
@@ -260,6 +244,34 @@ def _devices_of(backend: str | None) -> list[Any]:
             f"PjitPartitioner.backend = {backend!r}: there are no such devices here. None takes those that there are: "
             f"{jax.device_count()} of platform {jax.default_backend()!r}."
         ) from e
+
+
+def like_params(tree: Any, of_params: Any, params_shapes: Any, default: Any) -> Any:
+    """A tree like `tree` whose leaves are those of `of_params`, for whatever is like a parameter; else `default`.
+
+    A leaf is like a parameter if its path ends with the parameter's (`0.mu.decoder.mlp.wi.kernel` with
+    `decoder.mlp.wi.kernel`), and its shape is the same.
+
+    >>> shapes = {"w": jax.ShapeDtypeStruct((2, 3), np.float32)}
+    >>> like_params({"mu": shapes, "count": shapes["w"]}, {"w": "w's"}, shapes, default="")
+    {'count': '', 'mu': {'w': "w's"}}
+    """
+    by_path = {
+        keystr(path, simple=True, separator="/"): (value, tuple(leaf.shape))
+        for (path, leaf), value in zip(
+            jax.tree_util.tree_leaves_with_path(params_shapes), jax.tree.leaves(of_params), strict=True
+        )
+    }
+
+    def value(path: Any, leaf: Any) -> Any:
+        parts = keystr(path, simple=True, separator="/").split("/")
+        for start in range(len(parts)):
+            match = by_path.get("/".join(parts[start:]))
+            if match and match[1] == tuple(leaf.shape):
+                return match[0]
+        return default
+
+    return jax.tree_util.tree_map_with_path(value, tree)
 
 
 class _Context(NamedTuple):

@@ -1,0 +1,181 @@
+"""Wall-clock time of training steps inside T5X, with its own trainer and with ours: `python -m perex_t5x.bench --t5x=...`"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from perex_t5x.bench import in_turns
+from perex_t5x.errors import ConfigError, did_you_mean
+from perex_t5x.train import timed
+
+MODELS = ("decoder_only", "encoder_decoder")
+OWN_STEP = "t5x adamw"  # the baseline: T5X's trainer, and its own wrapper of `optax.adamw`
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Of the model and the batch; of an encoder-decoder, layers in each half and tokens on each side."""
+
+    width: int = 256
+    mlp: int = 1024
+    heads: int = 4
+    layers: int = 4
+    vocabulary: int = 4096
+    length: int = 128
+    examples: int = 16
+
+
+def benchmark_t5x(
+    models: Sequence[str], rounds: int = 5, examples: int = 16, layers: int = 4, steps: int = 2
+) -> list[dict[str, Any]]:
+    """Times T5X's example models under each trainer and optimizer, taking turns; prints one JSON line for each model.
+
+    The devices are T5X's data axis. A round's time is that of `steps` steps of `trainer.train`, logs of metrics included.
+
+    Args:
+      models: some of `MODELS`.
+      rounds: in which all trainers take turns.
+      examples, layers: of the batch and the model.
+      steps: in each round.
+    """
+    for name in models:
+        if name not in MODELS:
+            raise ConfigError(f"--t5x={name}: not one of {', '.join(MODELS)}.{did_you_mean(name, MODELS)}")
+    try:
+        from perex_t5x import t5x_plugin  # noqa: F401
+    except ImportError as e:
+        raise ConfigError(f"--t5x needs T5X. {e}") from None
+    results = []
+    for name in models:
+        size = Size(layers=layers, examples=examples)
+        feed, trainers = _trainers(name, size)
+        measures = {kind: functools.partial(_seconds, trainer, feed, steps) for kind, trainer in trainers.items()}
+        in_turns(measures, 1)  # compile and warm up
+        times = in_turns(measures, rounds)
+        ratios = {k: [t / base for t, base in zip(times[k], times[OWN_STEP], strict=True)] for k in times}
+        result = {
+            "model": f"t5x {name}",
+            **dataclasses.asdict(size),
+            "devices": jax.device_count(),
+            "rounds": rounds,
+            "t5x_step_seconds": statistics.median(times[OWN_STEP]) / steps,
+            "time": {k: statistics.median(values) for k, values in ratios.items()},
+            "time_all": ratios,
+        }
+        print(json.dumps(result), flush=True)
+        for kind, ratio in result["time"].items():
+            print(f"  {name:15} {kind:24} {ratio:.3f} x T5X's step", file=sys.stderr, flush=True)
+        results.append(result)
+        for trainer in trainers.values():
+            trainer.close()
+    return results
+
+
+def _seconds(trainer: Any, feed: Iterator[Mapping[str, np.ndarray]], steps: int) -> float:
+    return timed(lambda: trainer.train(feed, steps).result())[1]
+
+
+def _trainers(name: str, size: Size) -> tuple[Iterator[Any], dict[str, Any]]:
+    """Batches, and trainers by name."""
+    import optax
+    import t5x.optimizers
+    import t5x.trainer
+    from t5x import partitioning, utils
+
+    from perex_t5x import t5x_plugin
+
+    partitioner = _partitioner(partitioning)
+    batch = _batch(name, size)
+    rate = 1e-3
+
+    def trainer(cls: Callable[..., Any], optimizer_def: Any, **options: Any) -> Any:
+        model = _model(name, size, optimizer_def)
+        states = utils.TrainStateInitializer(
+            optimizer_def=optimizer_def,
+            init_fn=model.get_initial_variables,
+            input_shapes={k: x.shape for k, x in batch.items()},
+            input_types={k: x.dtype for k, x in batch.items()},
+            partitioner=partitioner,
+        )
+        state = states.from_scratch(jax.random.PRNGKey(0))
+        key = jax.random.PRNGKey(1)
+        axes = states.train_state_axes
+        return cls(
+            model, state, partitioner, (), None, axes, key, learning_rate_fn=lambda _: rate, num_microbatches=None, **options
+        )  # fmt: skip
+
+    ours = t5x_plugin.PerExampleTrainer
+    trainers = {
+        OWN_STEP: trainer(t5x.trainer.Trainer, t5x.optimizers.adamw(learning_rate=rate)),
+        "adamw": trainer(ours, t5x_plugin.PerExampleOptimizer(optax.adamw)),
+        "adamw, monitor": trainer(ours, t5x_plugin.PerExampleOptimizer(optax.adamw), monitor=True),
+        "micro_adam": trainer(ours, t5x_plugin.micro_adam()),
+    }
+
+    def feed() -> Iterator[Any]:
+        while True:
+            yield batch
+
+    return feed(), trainers
+
+
+def _partitioner(partitioning: Any) -> Any:
+    class DataPartitioner(partitioning.PjitPartitioner):
+        """On CPUs T5X takes all devices for its model axis."""
+
+        @functools.cached_property
+        def mesh(self) -> jax.sharding.Mesh:
+            return jax.sharding.Mesh(np.array(jax.devices()).reshape(-1, 1), ("data", "model"))
+
+    return DataPartitioner(num_partitions=1)
+
+
+def _model(name: str, size: Size, optimizer_def: Any) -> Any:
+    import seqio
+    from t5x import models
+
+    vocabulary = seqio.ByteVocabulary()
+    sizes = {
+        "vocab_size": size.vocabulary,
+        "emb_dim": size.width,
+        "num_heads": size.heads,
+        "head_dim": size.width // size.heads,
+        "mlp_dim": size.mlp,
+        "dropout_rate": 0.0,
+    }
+    how = {"loss_normalizing_factor": "NUM_REAL_TARGET_TOKENS", "z_loss": 1e-4}
+    if name == "decoder_only":
+        from t5x.examples.decoder_only import network
+
+        module = network.DecoderWrapper(network.TransformerConfig(num_layers=size.layers, **sizes))
+        return models.DecoderOnlyModel(module, vocabulary, optimizer_def, **how)
+    from t5x.examples.t5 import network
+
+    config = network.T5Config(num_encoder_layers=size.layers, num_decoder_layers=size.layers, **sizes)
+    return models.EncoderDecoderModel(network.Transformer(config), vocabulary, vocabulary, optimizer_def, **how)
+
+
+def _batch(name: str, size: Size) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shape = (size.examples, size.length)
+    weights = (np.arange(size.length) < rng.integers(size.length // 2, size.length + 1, (size.examples, 1))).astype(
+        np.int32
+    )
+    targets = rng.integers(3, size.vocabulary, shape).astype(np.int32) * weights
+    batch = {
+        "decoder_target_tokens": targets,
+        "decoder_input_tokens": np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
+        "decoder_loss_weights": weights,
+    }
+    if name == "encoder_decoder":
+        batch["encoder_input_tokens"] = rng.integers(3, size.vocabulary, shape).astype(np.int32)
+    return batch
