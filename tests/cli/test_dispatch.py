@@ -101,14 +101,6 @@ def test_the_path_begins_with_the_working_directory(tmp_path, monkeypatch):
     assert ran == [("perex_t5x.train", str(tmp_path), ["--dry_run"])]
 
 
-def test_a_launcher_needs_a_checkout(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(dispatch, "__file__", str(tmp_path / "site-packages" / "perex_t5x" / "cli" / "dispatch.py"))
-    monkeypatch.setattr(sys, "argv", ["perex", "gke", "--dry_run"])
-    with pytest.raises(SystemExit) as end:
-        dispatch.main()
-    assert end.value.code == 2 and "clone the repository" in capsys.readouterr().err
-
-
 def test_without_the_extra_a_command_names_it(tmp_path):
     blocked = "import sys; sys.modules['absl'] = sys.modules['seqio'] = None\n"
     code = blocked + "from perex_t5x.cli import dispatch\ndispatch.main()"
