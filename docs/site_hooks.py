@@ -55,7 +55,7 @@ def notebook_as_markdown(path: Path) -> str:
         parts += [part for output in cell["outputs"] if (part := _output(output))]
     where = path.name
     parts.insert(1, f"*A notebook, executed by a test: `docs/tutorials/{where}` in the repository.*")
-    return re.sub(r"\]\(([\w/]+)\.ipynb", r"](\1.md", "\n\n".join(parts)) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def _output(output: dict[str, Any]) -> str:
@@ -67,6 +67,7 @@ def _output(output: dict[str, Any]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
+    markdown = re.sub(r"\]\(([\w./]+)\.ipynb", r"](\1.md", markdown)
     up = "../" * page.file.src_uri.count("/")
     for target, here in LINKS.items():
         markdown = markdown.replace(f"](../{up}{target}", f"]({up}{here}")

@@ -84,7 +84,18 @@ def test_what_is_in_the_distributions(distributions):
     assert not [n for n in names if not n.startswith(("perex_t5x/", "perex_t5x-"))]  # a top-level gin/ above all
     with tarfile.open(sdist) as opened:
         files = {member.name.partition("/")[2] for member in opened.getmembers() if member.isfile()}
-    parts = ("perex_t5x", "gin", "tests", "docs", "launch", "constraints.txt", "pyproject.toml", "*.md", "LICENSE")
+    parts = (
+        "perex_t5x",
+        "gin",
+        "tests",
+        "docs",
+        "launch",
+        "constraints.txt",
+        "pyproject.toml",
+        "mkdocs.yml",
+        "*.md",
+        "LICENSE",
+    )
     assert files - {"PKG-INFO", ".gitignore"} == set(run("git", "ls-files", *parts, cwd=ROOT).splitlines())
 
 

@@ -27,7 +27,7 @@ def linear_loss(params: jax.Array, batch: jax.Array) -> jax.Array:
     return jnp.mean(batch @ params)
 
 
-def placements(batch_size: int = 16, b: float = 0.9, repeats: int = 400) -> Rows:
+def placements(batch_size: int = 16, b: float = 0.9, repeats: int = 4000) -> Rows:
     """Mean direction of the sign, placed early to late, against the signal-to-noise ratio of one example's gradient."""
     rows: Rows = []
     names = ("mean", "mean_sign")
@@ -64,7 +64,7 @@ def _moving_average(means: jax.Array, b: float) -> jax.Array:
     return (weights[:, None] * means).sum(0) / weights.sum()
 
 
-def second_moments(mean: float = 0.3, deviation: float = 2.0) -> Rows:
+def second_moments(mean: float = 0.7, deviation: float = 1.0) -> Rows:
     """What each optimizer's v estimates, against the batch size."""
     rows: Rows = []
     compute = jax.jit(per_example.grad_statistics(linear_loss, ("mean", "mean_square")))
@@ -91,7 +91,7 @@ def gradients_of_a_coordinate(examples: int = 512) -> Rows:
 
     key_x, key_y, key_w, key_v = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(key_x, (examples, 4))
-    y = jnp.sin(2 * x[:, :1]) + 0.3 * jax.random.normal(key_y, (examples, 1))
+    y = 1.5 + jnp.sin(2 * x[:, :1]) + 0.3 * jax.random.normal(key_y, (examples, 1))
     params = {"w": 0.5 * jax.random.normal(key_w, (4, 16)), "v": 0.5 * jax.random.normal(key_v, (16, 1))}
     batch = {"x": x, "y": y}
     optimizer = optax.adam(0.01)
@@ -104,21 +104,23 @@ def gradients_of_a_coordinate(examples: int = 512) -> Rows:
             params = optax.apply_updates(params, updates)
         stats, _ = per_example.grad_statistics(loss_fn, ("mean", "mean_square"))(params, batch)
         single = jax.vmap(lambda row, p=params: jax.grad(loss_fn)(p, jax.tree.map(lambda a: a[None], row)))(batch)
-        deviation = float(jnp.sqrt(stats.variance()["w"][0, 0]))
-        for gradient in np.asarray(single["w"][:, 0, 0]):
-            row = {"when": name, "gradient": float(np.clip(gradient, -2, 2)), "mean": float(stats.mean["w"][0, 0])}
-            rows.append(row | {"deviation": deviation})
+        if not steps:
+            weight = int(jnp.argmax(stats.snr()["v"]))  # the one on which the examples agree most at the start
+        for gradient in np.asarray(single["v"][:, weight, 0]):
+            rows.append(
+                {"when": name, "gradient": float(np.clip(gradient, -5, 5)), "mean": float(stats.mean["v"][weight, 0])}
+            )
     return rows
 
 
-def square_root_rule(dimensions: int = 200, examples: int = 16384) -> Rows:
-    """Adam on a noisy quadratic: loss against examples seen, for three rules of the rate."""
+def square_root_rule(dimensions: int = 200, examples: int = 65536, noise: float = 20.0) -> Rows:
+    """Adam on a quadratic where noise prevails: loss against examples seen, for three rules of the rate."""
     rows: Rows = []
     scales = jnp.geomspace(0.01, 1.0, dimensions)
     start = jnp.ones(dimensions)
 
-    def loss_fn(params: jax.Array, noise: jax.Array) -> jax.Array:
-        return jnp.mean(0.5 * jnp.sum(scales * params**2) + noise @ params)
+    def loss_fn(params: jax.Array, draws: jax.Array) -> jax.Array:
+        return jnp.mean(0.5 * jnp.sum(scales * params**2) + draws @ params)
 
     for rule, power in (("constant rate", 0.0), ("rate × √B", 0.5), ("rate × B", 1.0)):
         for batch_size in (4, 16, 64, 256):
@@ -132,7 +134,7 @@ def square_root_rule(dimensions: int = 200, examples: int = 16384) -> Rows:
                 carry: Any, key: jax.Array, n: int = batch_size, opt: Any = optimizer, compute: Any = compute
             ) -> Any:
                 params, state = carry
-                stats, _ = compute(params, jax.random.normal(key, (n, dimensions)))
+                stats, _ = compute(params, noise * jax.random.normal(key, (n, dimensions)))
                 updates, state = opt.update(stats.mean, state, params, statistics=stats)
                 params = optax.apply_updates(params, updates)
                 return (params, state), 0.5 * jnp.sum(scales * params**2)
@@ -142,7 +144,7 @@ def square_root_rule(dimensions: int = 200, examples: int = 16384) -> Rows:
             chosen = np.unique(np.geomspace(1, len(losses), 40).astype(int)) - 1
             for index in chosen:
                 seen = int(index + 1) * batch_size
-                if seen >= 256:
+                if seen >= 1024:
                     rows.append({"rule": rule, "batch": batch_size, "examples": seen, "loss": float(losses[index])})
     return rows
 
@@ -184,13 +186,13 @@ def charts() -> dict[str, dict[str, Any]]:
     bars = {"mark": "bar", "encoding": {"x": gradient, "y": {"aggregate": "count", "title": "examples"}}}
     mean = {"aggregate": "mean", "field": "mean", "type": "quantitative"}
     rule = {"mark": {"type": "rule", "color": "#d62728", "strokeWidth": 2}, "encoding": {"x": mean}}
-    facet = {"field": "when", "type": "nominal", "sort": None, "title": None}
+    facet = {"field": "when", "type": "nominal", "sort": ["at the start", "after 1000 steps"], "title": None}
     curves = {
         "x": _log("examples", "examples seen"),
         "y": _log("loss", "loss"),
         "color": {"field": "batch", "type": "ordinal", "title": "batch size"},
     }
-    by_rule = {"field": "rule", "type": "nominal", "sort": None, "title": None}
+    by_rule = {"field": "rule", "type": "nominal", "sort": ["constant rate", "rate × √B", "rate × B"], "title": None}
     return {
         "concepts_gradients": _chart(
             gradients_of_a_coordinate(),
@@ -205,12 +207,12 @@ def charts() -> dict[str, dict[str, Any]]:
         ),
         "concepts_moments": _chart(
             second_moments(),
-            "What each second moment estimates (μ = 0.3, σ = 2)",
+            "What each second moment estimates (μ = 0.7, σ = 1)",
             **lines_and_points(_log("batch", "batch size B"), "v", "mean of v", "log"),
         ),
         "concepts_sqrt": _chart(
             square_root_rule(),
-            "Adam on a noisy quadratic: learning curves by the rule for the rate",
+            "Adam on a quadratic where noise prevails: learning curves by the rule for the rate",
             facet={"column": by_rule},
             spec={"width": 230, "height": 220, "mark": "line", "encoding": curves},
         ),
