@@ -50,8 +50,8 @@ def notebook_as_markdown(path: Path) -> str:
         if cell["cell_type"] == "markdown":
             parts.append(source)
             continue
-        language = "sh" if source.startswith("!") else "python"
-        parts.append(f"```{language}\n{re.sub('^!', '', source, flags=re.MULTILINE)}\n```")
+        language = "sh" if source.startswith("%%sh") else "python"
+        parts.append(f"```{language}\n{source.removeprefix('%%sh').lstrip()}\n```")
         parts += [part for output in cell["outputs"] if (part := _output(output))]
     where = path.name
     parts.insert(1, f"*A notebook, executed by a test: `docs/tutorials/{where}` in the repository.*")
