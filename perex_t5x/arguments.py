@@ -18,7 +18,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Protocol, Union
+from typing import Annotated, Any, Literal, Protocol, Union, cast
 
 from perex_t5x.errors import ConfigError, did_you_mean
 
@@ -282,7 +282,7 @@ def hints(function: Callable[..., Any]) -> Mapping[str, Any]:
         annotations, names = getattr(called, "__annotations__", {}), getattr(called, "__globals__", {})
         found = {k: _evaluated(v, names) for k, v in annotations.items() if k != "return"}
     try:
-        parameters = inspect.signature(function).parameters
+        parameters = inspect.signature(cast(Callable[..., Any], function)).parameters
     except (TypeError, ValueError):
         return {}
     known = {name: found[name] for name in parameters if found.get(name) is not None}

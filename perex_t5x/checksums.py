@@ -76,7 +76,7 @@ def problems(folder: str | os.PathLike[str], *, contents: bool = True) -> list[s
         return [f"cannot be listed: {e.strerror or e}"]
     with ThreadPoolExecutor(8) as pool:
         compared = pool.map(
-            lambda item: _difference(item[0], *item[1], entries.get(item[0]), contents), recorded.items()
+            lambda name: _difference(name, *recorded[name], entry=entries.get(name), contents=contents), recorded
         )
         return [line for line in compared if line]
 

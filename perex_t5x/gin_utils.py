@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import gin
+import gin.config
 from absl import logging
 from etils import epath
 from gin import config_parser
@@ -107,7 +108,8 @@ def _scan_statements(
     try:
         for statement in config_parser.ConfigParser(text, names):
             location = getattr(statement, "location", None)
-            place = f"{where}, line {location.line_num}" if location and not where.startswith("--") else where
+            line = location.line_num if location else 0
+            place = f"{where}, line {line}" if location and not where.startswith("--") else where
             if isinstance(statement, config_parser.ImportStatement):
                 if not statement.module.startswith("__gin__"):
                     name = statement.bound_name()
@@ -120,7 +122,7 @@ def _scan_statements(
                     raise ConfigError(f"{place}: {included} includes itself, directly or through others. Take it out.")
                 _scan_file(included, search_paths, scan, including)
                 included_files.append(included)
-                skipped.add(location.line_num)
+                skipped.add(line)
             elif isinstance(statement, config_parser.BindingStatement):
                 selector = statement.selector.rpartition(".")[2] if statement.arg_name else statement.selector
                 name = f"{statement.scope}/{selector}" if statement.scope else selector
@@ -128,7 +130,7 @@ def _scan_statements(
                 if not statement.arg_name:
                     scan.defined[name] = statement.value
                 if statement.value == f"%{_REQUIRED}" and not statement.arg_name:
-                    skipped.add(location.line_num)  # asks for a value, and sets none
+                    skipped.add(line)  # asks for a value, and sets none
                 else:
                     own.places[name, statement.arg_name] = place
                     own.defined |= {} if statement.arg_name else {name: statement.value}

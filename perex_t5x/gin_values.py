@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import gin
+import gin.config
 
 from perex_t5x import arguments
 from perex_t5x.errors import ConfigError
@@ -67,7 +68,8 @@ def _annotations(wrapped: Any) -> Mapping[str, Any]:
     known = {}  # optax's own annotations say 'anything like an array'
     for name, parameter in inspect.signature(wrapped).parameters.items():
         if name in OPTAX_ARGUMENTS:
-            known[name] = OPTAX_ARGUMENTS[name] | None if parameter.default is None else OPTAX_ARGUMENTS[name]
+            expected: Any = OPTAX_ARGUMENTS[name]
+            known[name] = expected | None if parameter.default is None else expected
             if parameter.default is not parameter.empty and arguments.problem(parameter.default, known[name]):
                 del known[name]  # the name means something else there: scale_by_sm3.b2 = 1.0
     return {**annotations, **known}

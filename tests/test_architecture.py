@@ -49,6 +49,7 @@ ROOMS = (
     ),
     (
         "cli.gin_command",
+        "cli.completion",
         "gin_port",
         "main",
         "train",
@@ -64,6 +65,7 @@ ROOMS = (
     ),
     ("preflight", "experiments"),
     ("launching",),
+    ("__main__",),
 )
 RANKS = {room: rank for rank, row in enumerate(ROOMS) for room in row}
 # What `pip install perex_t5x` brings, and Python itself; a folder of the core may import nothing else.

@@ -1,13 +1,12 @@
-"""The core alone (jax, numpy, optax) runs the README's Python example: nothing of the trainer is needed."""
+"""The core alone (jax, numpy, optax) runs the README's Python example: nothing of the trainer is needed.
+
+In a real environment: tests/test_packaging.py."""
 
 import re
 import subprocess
 import sys
 import textwrap
-import venv
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # What the extras bring; the import of any of these fails in the default test.
@@ -60,18 +59,3 @@ def test_the_blocker_blocks():
     code = f"EXTRAS = {EXTRAS!r}\n{textwrap.dedent(BLOCKER)}\nimport flax"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "No module named 'flax'" in done.stderr
-
-
-@pytest.mark.slow
-def test_readme_example_in_an_environment_with_the_core_alone(tmp_path):
-    """A real environment, installed from the checkout under the constraints."""
-    venv.create(tmp_path / "env", with_pip=True)
-    python = str(tmp_path / "env" / "bin" / "python")
-    install = [python, "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), str(ROOT)]
-    subprocess.run(install, check=True, capture_output=True)
-    listed = subprocess.run([python, "-m", "pip", "list"], check=True, capture_output=True, text=True).stdout.lower()
-    assert "optax" in listed and not re.search(r"^(flax|tensorflow|seqio|gin-config|rich)\b", listed, re.MULTILINE)
-    done = subprocess.run([python, "-c", readme_example()], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    done = subprocess.run([python, "-m", "perex_t5x.train"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "perex_t5x[train]" in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -97,7 +97,7 @@ def _same(a: Mapping[str, Any], b: Mapping[str, Any], exact: bool) -> bool:
 def _other_state(folder: Path, reference: Path, exact: bool) -> list[str]:
     import numpy as np
 
-    steps = [{checkpoint_files.step_of(p) for p in checkpoint_files.whole(str(f))} for f in (folder, reference)]
+    steps = [{checkpoint_files.step_of(p) or 0 for p in checkpoint_files.whole(str(f))} for f in (folder, reference)]
     problems = [f"checkpoint_{step} is missing" for step in sorted(steps[1] - steps[0])]
     for path in checkpoint_files.whole(str(folder)):
         if damage := checkpoint_files.damage(path, own=True):

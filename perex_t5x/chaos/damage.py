@@ -42,11 +42,17 @@ def flip(path: Path, rng: random.Random) -> str:
 WAYS = {"truncate": _truncate, "delete": _delete, "flip": flip}
 
 
+def _newest(folder: Path) -> Path:
+    newest = checkpoint_files.newest(str(folder))
+    assert newest is not None, "faults are put into runs that have saved"
+    return Path(newest)
+
+
 def in_checkpoint(damage: Callable[[Path, random.Random], str], kind: str) -> Callable[[Path, random.Random], str]:
     """Damages a file of the newest checkpoint."""
 
     def act(folder: Path, rng: random.Random) -> str:
-        checkpoint = Path(checkpoint_files.newest(str(folder)))
+        checkpoint = _newest(folder)
         candidates = sorted(p for p in checkpoint.glob(FILES[kind]) if p.is_file() and p.stat().st_size)
         path = rng.choice(candidates)
         return f"{path.relative_to(folder)} {damage(path, rng)}".strip()
@@ -58,7 +64,7 @@ def in_run(damage: Callable[[Path, random.Random], str], name: str) -> Callable[
     """Damages a file of a run that has steps left to make: it lacks its last checkpoint."""
 
     def act(folder: Path, rng: random.Random) -> str:
-        shutil.rmtree(checkpoint_files.newest(str(folder)))
+        shutil.rmtree(_newest(folder))
         return f"{name} {damage(folder / name, rng)}".strip()
 
     return act
@@ -66,7 +72,7 @@ def in_run(damage: Callable[[Path, random.Random], str], name: str) -> Callable[
 
 def torn_line(folder: Path, rng: random.Random) -> str:
     """The last line of the metrics is half there, as after a crash of the machine."""
-    shutil.rmtree(checkpoint_files.newest(str(folder)))
+    shutil.rmtree(_newest(folder))
     path = folder / "metrics.jsonl"
     content = path.read_bytes()
     start = content.rstrip(b"\n").rindex(b"\n") + 1
@@ -75,10 +81,10 @@ def torn_line(folder: Path, rng: random.Random) -> str:
 
 
 def empty_checkpoint(folder: Path, rng: random.Random) -> str:
-    path = checkpoint_files.newest(str(folder))
+    path = _newest(folder)
     shutil.rmtree(path)
-    os.mkdir(path)
-    return os.path.basename(path)
+    path.mkdir()
+    return path.name
 
 
 def in_all_checkpoints(folder: Path, rng: random.Random) -> str:

@@ -75,9 +75,8 @@ class Buckets:
 
     def make(self) -> Any:
         """An empty bucket: see `CloudStorage` in `tests/standins/cloud_storage.py`."""
-        if self._make is None:
-            self._make = self._running.enter_context(_stand_in().running())
-        made = self._make()
+        make = self._make = self._make or self._running.enter_context(_stand_in().running())
+        made = make()
         made.environment |= _LIMITS
         return made
 
@@ -90,6 +89,7 @@ def _stand_in() -> Any:
     if not path.exists():
         raise SkippedError("the stand-in for Cloud Storage is in a checkout's tests, not in the package")
     spec = importlib.util.spec_from_file_location("cloud_storage_stand_in", path)
+    assert spec is not None and spec.loader is not None  # of a file that is there
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

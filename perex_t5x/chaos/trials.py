@@ -201,7 +201,7 @@ class Trials:
 
 def _newest_valid(folder: Path) -> int:
     valid = [path for path in checkpoint_files.whole(os.fspath(folder)) if not checkpoint_files.damage(path, own=True)]
-    return max((checkpoint_files.step_of(path) for path in valid), default=0)
+    return max((checkpoint_files.step_of(path) or 0 for path in valid), default=0)
 
 
 def _left_processes(mark: str) -> list[str]:

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import faulthandler
 import importlib
+import io
 import logging
 import os
 import re
@@ -76,7 +77,7 @@ def run(
             nonlocal is_parsed
             is_parsed = True
             args = absl_flags.FLAGS
-            if hasattr(sys.stdout, "reconfigure"):  # logs hold any bytes, and a terminal may know ASCII alone
+            if isinstance(sys.stdout, io.TextIOWrapper):  # logs hold any bytes, and a terminal may know ASCII alone
                 sys.stdout.reconfigure(errors="backslashreplace")
             console.set_up(everything=args.alsologtostderr)
             if words[1:] and not positional:

@@ -49,7 +49,7 @@ def load_training(args: Any) -> None:
     console.import_tensorflow_quietly()
     from perex_t5x import train as train_script
 
-    sys.modules["__main__"].train = train_script.train  # ported files say `import __main__ as train_script`
+    vars(sys.modules["__main__"])["train"] = train_script.train  # ported files say `import __main__ as train_script`
     configure_data(args)
 
 

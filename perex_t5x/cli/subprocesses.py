@@ -11,6 +11,7 @@ It ends with 0 itself, since XManager prints a stack trace for anything else. Py
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import Any, cast
 
 # Has the kernel kill the process when its parent dies, then becomes the command. Not a `preexec_fn`: the parent may have
 # threads, and Python code between fork and exec may then hang.
@@ -123,7 +124,8 @@ class Child:
     def _read(self, on_line: Callable[[bytes], None], edit: Callable[[bytes], bytes]) -> None:
         with contextlib.ExitStack() as opened:
             log = opened.enter_context(open(self._log, "ab")) if self._log else None
-            for line in map(edit, lines(self._process.stdout)):
+            pipe = cast(io.BufferedReader, self._process.stdout)  # made with stdout=PIPE
+            for line in map(edit, lines(pipe)):
                 if log is not None:
                     log.write(line)
                     log.flush()
@@ -141,7 +143,7 @@ def prepare_status(environment: dict[str, str], path: str | None) -> None:
             os.unlink(path)
 
 
-def lines(pipe: IO[bytes]) -> Iterator[bytes]:
+def lines(pipe: io.BufferedReader) -> Iterator[bytes]:
     r"""The lines of a pipe as they come, each with its end: \n, or \r for one that the next is to overwrite.
 
     >>> import io
@@ -268,7 +270,7 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _write_record(path: str, content: Mapping[str, int]) -> None:
+def _write_record(path: str, content: Mapping[str, int | None]) -> None:
     from perex_t5x import files
 
     if os.path.isdir(os.path.dirname(path)):  # else the launcher is gone, and its folder with it

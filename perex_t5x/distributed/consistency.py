@@ -45,7 +45,7 @@ def software_items() -> dict[str, str]:
         "version of perex_t5x": perex_t5x.__version__,
         "files of perex_t5x": _digest_of_sources(Path(perex_t5x.__file__).parent),
         "version of jax": jax.__version__,
-        "version of jaxlib": jaxlib.__version__,
+        "version of jaxlib": jaxlib.version.__version__,
         "version of Python": ".".join(platform.python_version_tuple()[:2]),
         "byte order": sys.byteorder,
         **{name: str(getattr(jax.config, name)) for name in settings},

@@ -82,7 +82,7 @@ def find(
             f"--cluster_detection={detection!r}: give auto, off, or a method that JAX knows, such as mpi4py."
         )
     given: list[Any] = [address, count, index]
-    sources = list(_FLAGS)
+    sources: list[str] = list(_FLAGS)
     for i, names in enumerate(_VARIABLES):
         name = next((n for n in names if environ.get(n)), None)
         if given[i] is None and name is not None:

@@ -103,8 +103,8 @@ def _receive(info: ProcessInfo, timeout: float) -> list[str]:
                             _answer([caller], {"refused": why})
                             drop(caller)
                             continue
-                        for other in [c for c in callers.values() if c is not caller and c.hello]:
-                            if other.hello["index"] == caller.hello["index"]:
+                        for other in [c for c in callers.values() if c is not caller]:
+                            if other.hello and other.hello["index"] == caller.hello["index"]:
                                 _check_replaced(own, other.hello, caller.hello)
                                 drop(other)
                         _answer([caller], {"waiting": True})

@@ -70,7 +70,7 @@ def use_cpu_backend(num_devices: int | None = None) -> None:
     """
     import jax
 
-    if not jax.config.jax_platforms:
+    if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")
     if num_devices is None:
         return

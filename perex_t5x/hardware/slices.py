@@ -96,7 +96,9 @@ def _unknown(name: str, text: str) -> str:
 
 def _nearest_size(text: str) -> str:
     """The slice of the nearest size, where the chip is known and a size is given."""
-    chip_name, separator, shape = re.match("([^:-]*)(.?)(.*)", text).groups()
+    match = re.match("([^:-]*)(.?)(.*)", text)
+    assert match is not None  # any text does
+    chip_name, separator, shape = match.groups()
     size = math.prod(int(n) for n in re.findall(r"\d+", shape))
     topologies = _topologies()
     known = {pod: num_chips(t) for pod, t in topologies.items() if pod.startswith(f"{chip_name}-")}

@@ -119,7 +119,7 @@ def _check_job(job: Job, devices: Sequence[Any]) -> tuple[str | None, list[str]]
     from perex_t5x.preflight import step
 
     _configure_data(job)
-    sys.modules["__main__"].train = train_script.train  # ported files say `import __main__ as train_script`
+    vars(sys.modules["__main__"])["train"] = train_script.train  # ported files say `import __main__ as train_script`
     values = {name: tuple(_values(job, name)) for name in ("gin_file", "gin_bindings", "gin_search_paths")}
     paths = tuple(p for v in values["gin_search_paths"] for p in v.split(","))
     if job.module != "perex_t5x.train":

@@ -111,12 +111,13 @@ def torus_sizes(coordinates: Sequence[Sequence[int] | None]) -> tuple[int, ...]:
     >>> torus_sizes([(0, 0), (0, 1), (1, 1), (1, 0)]), torus_sizes([None, None])
     ((), ())
     """
-    if None in coordinates:
+    known = [c for c in coordinates if c is not None]
+    if len(known) < len(coordinates):
         return ()
-    places = [sorted(set(values)) for values in zip(*coordinates, strict=True)]
+    places = [sorted(set(values)) for values in zip(*known, strict=True)]
     used = [k for k, values in enumerate(places) if len(values) > 1]
     for order in itertools.permutations(used):
         expected = itertools.product(*(places[k] for k in order))
-        if [tuple(c[k] for k in order) for c in coordinates] == list(expected):
+        if [tuple(c[k] for k in order) for c in known] == list(expected):
             return tuple(len(places[k]) for k in order)
     return ()

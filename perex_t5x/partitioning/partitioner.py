@@ -166,7 +166,8 @@ class PjitPartitioner:
 
         def sharding(path: Any, leaf: Any) -> NamedSharding:
             names = leaf.names if isinstance(leaf, nn.LogicallyPartitioned) else ()
-            shape = getattr(leaf, "value", leaf).shape
+            value: Any = getattr(leaf, "value", leaf)
+            shape = value.shape
             if not names:
                 return self.replicated
             spec, dropped = self.parameter_spec(names, shape)

@@ -12,7 +12,7 @@ import numpy as np
 from perex_t5x.zoo.case import Draw, Parts, add, affine, case, dense, mean_over_examples, row
 
 
-def _cell(step: Callable[[Any, jax.Array, jax.Array], jax.Array], gates: int, states: int = 1) -> Any:
+def _cell(step: Callable[[Any, jax.Array, jax.Array], Any], gates: int, states: int = 1) -> Any:
     """A recurrent cell in a scan over positions; `step(gates of [x, h], state)` gives the next state."""
 
     def maker(draw: Draw) -> Parts:

@@ -1,52 +1,24 @@
 """Command lines as people mistype them: done, or an error of ours with its exit code, and never a stack trace."""
 
 import contextlib
-import dataclasses
 import functools
 import io
-import runpy
-import sys
 import tempfile
-import warnings
 from pathlib import Path
-from unittest import mock
 
 import pytest
-from absl import flags as absl_flags
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from perex_t5x import cli
 from perex_t5x.errors import Reason
 from perex_t5x.launching import local
 from tests import fuzzing, tiny
+from tests.cli import in_process
+from tests.cli.in_process import Command
 
 TRAINING = ["--gin_file=models/tiny.gin", "--gin_file=runs/pretrain.gin", "--gin.MODEL_DIR=run", "--gin.TRAIN_STEPS=2"]
 EVALUATION = ["--gin_file=models/tiny.gin", "--gin.MIXTURE_OR_TASK_NAME=python_stdlib_lm", "--gin.CHECKPOINT_PATH=."]
 TRAINING += [f"--gin.{binding.replace(' = ', '=', 1)}" for binding in tiny.BINDINGS]
-
-
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """A module, or a script; words that make it a command that does something; and words that keep it from doing much."""
-
-    place: str
-    first: tuple[str, ...] = ()
-    last: tuple[str, ...] = ()
-
-    def __call__(self, words: list[str]) -> int:
-        """Its exit code."""
-        sys.argv[1:] = words
-        with warnings.catch_warnings(action="ignore"):
-            try:
-                if self.place.endswith(".py"):
-                    runpy.run_path(self.place, run_name="__main__")
-                else:
-                    runpy.run_module(self.place, run_name="__main__")
-            except SystemExit as e:
-                assert e.code is None or isinstance(e.code, int), e.code
-                return e.code or 0
-        raise AssertionError("it returned")
 
 
 LAUNCH = Path(__file__).parents[2] / "launch"
@@ -198,38 +170,10 @@ def lines(names=tuple(COMMANDS)) -> st.SearchStrategy[tuple[str, list[str]]]:
     return st.sampled_from(names).flatmap(lambda name: st.tuples(st.just(name), st.deferred(lambda: words_for(name))))
 
 
-@contextlib.contextmanager
-def same_flags():
-    """Flags of libraries have their values again. absl's own helper would also delete those that were just defined."""
-    every = absl_flags.FLAGS
-    before = {name: every[name].value for name in every}
-    try:
-        yield
-    finally:
-        for name in every:
-            every[name].unparse()
-            every[name].value = before.get(name, every[name].default)
-
-
 def run(command: str, words: list[str]) -> tuple[int, str]:
     """(exit code, all that was printed) of a command in a folder of its own."""
-    fuzzing.forget_gin()
-    argv, main = list(sys.argv), dict(vars(sys.modules["__main__"]))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        contextlib.chdir(folder),
-        same_flags(),
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(out),
-        mock.patch.object(cli, "_end_within"),  # a thread for every failure, which waits for the end of the process
-        fuzzing.ends(),
-    ):
-        try:
-            code = COMMANDS[command](words)
-        finally:
-            sys.argv[:] = argv
-            vars(sys.modules["__main__"]).update(main)
-    return code, out.getvalue()
+    with tempfile.TemporaryDirectory() as folder:
+        return in_process.run(COMMANDS[command], words, folder)
 
 
 def check_line(command: str, words: list[str]) -> None:

@@ -121,7 +121,7 @@ def _use_compilation_cache(folder: str) -> None:
 
     # Programs for several fake devices, read back from it, may crash: their collectives get mixed up.
     is_fake = jax.default_backend() == "cpu" and jax.device_count() > 1
-    if jax.config.jax_compilation_cache_dir is None and not is_fake:
+    if jax.config.values["jax_compilation_cache_dir"] is None and not is_fake:
         jax.config.update("jax_compilation_cache_dir", os.path.join(folder, ".jax_cache"))
 
 

@@ -58,13 +58,15 @@ def product_flops(computations: Mapping[str, Computation], instruction: Instruct
         return _convolution_flops(instruction, *(_sizes(within[name]) for name in instruction.operands[:2]))
     if instruction.opcode != "fusion":
         return 0
-    inside = computations[instruction.callee("calls")]
+    inside = computations[instruction.computation("calls")]
     return sum(product_flops(computations, inner, inside) for inner in inside)
 
 
 def _convolution_flops(instruction: Instruction, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> int:
     """Multiplications by padding and by the zeros between dilated elements do not count: batched products have many."""
-    left, right, out = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes).groups()
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    assert labels is not None, "every convolution has them"
+    left, right, out = labels.groups()
     sizes = _sizes(instruction)
     window = dict(re.findall(r"(\w+)=([\d_x-]+)", instruction.attribute(r"window=\{([^}]*)\}") or ""))
     spatial = [label for label in sorted(left) if label.isdigit()]
@@ -97,7 +99,7 @@ def memory_bytes(computations: Mapping[str, Computation], instruction: Instructi
         return 2 * _bytes(operands[instruction.operands[1]].shape)
     if instruction.opcode != "fusion":
         return _bytes(instruction.shape) + sum(_bytes(o.shape) for o in operands.values())
-    inside = computations[instruction.callee("calls")]
+    inside = computations[instruction.computation("calls")]
     read = {}
     for i, name in enumerate(instruction.operands):
         if _is_outside(operands[name]):
@@ -120,7 +122,7 @@ def _read(computations: Mapping[str, Computation], inside: Computation, paramete
             elif user.opcode == "dynamic-update-slice" and first:
                 continue  # written in place
             elif user.opcode == "fusion":
-                called = computations[user.callee("calls")]
+                called = computations[user.computation("calls")]
                 total += sum(_read(computations, called, i) for i, o in enumerate(user.operands) if o == current)
             else:
                 return _size(inside[name])
@@ -142,7 +144,7 @@ def _update(computations: Mapping[str, Computation], inside: Computation, result
     if result.opcode == "dynamic-update-slice":
         return _size(inside[result.operands[1]])
     if result.opcode == "fusion":
-        called = computations[result.callee("calls")]
+        called = computations[result.computation("calls")]
         if called[called.root].opcode != "tuple":
             return _update(computations, called, called[called.root])
     return _size(result)

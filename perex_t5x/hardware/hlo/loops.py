@@ -49,26 +49,26 @@ class TripCounts:
         known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
         if known is not None:
             return int(known)
-        condition = self.enter(frame, loop, loop.callee("condition"))
+        condition = self.enter(frame, loop, loop.computation("condition"))
         test = self._source(condition, condition.computation.root)
         if test.instruction.opcode != "compare":
             return None
         direction = test.instruction.attribute(r"direction=(\w+)")
         sides = [self._source(test.frame, operand) for operand in test.instruction.operands]
-        for side, other, way in ((0, 1, direction), (1, 0, _FLIPPED.get(direction))):
+        for side, other, way in ((0, 1, direction), (1, 0, _FLIPPED.get(direction or ""))):
             counter = sides[side]
             if counter.frame is not condition or counter.instruction.opcode != "parameter":
                 continue
             limit = self._value(test.frame, test.instruction.operands[other])
             first = self._value(frame, loop.operands[0], counter.path)
             step = self._step(frame, loop, counter.path)
-            if None not in (limit, first, step):
+            if limit is not None and first is not None and step is not None and way is not None:
                 return _count(first, limit, step, way)
         return None
 
     def _step(self, frame: Frame, loop: Instruction, path: tuple[int, ...]) -> int | None:
         """What one iteration adds to an element of the loop's tuple; None if it is not a constant."""
-        body = self.enter(frame, loop, loop.callee("body"))
+        body = self.enter(frame, loop, loop.computation("body"))
         end = self._source(body, body.computation.root, path)
         if self._is_element(end, body, path):
             return 0
@@ -96,14 +96,15 @@ class TripCounts:
             if opcode in _PASSING:
                 name = instruction.operands[0]
             elif opcode == "get-tuple-element":
-                path = (int(instruction.attribute(r"index=(\d+)")), *path)
+                path = (int(instruction.attribute(r"index=(\d+)") or 0), *path)
                 name = instruction.operands[0]
             elif opcode == "tuple" and path:
                 name, path = instruction.operands[path[0]], path[1:]
             elif opcode in ("fusion", "call"):
-                frame = self.enter(frame, instruction, instruction.callee("calls") or instruction.callee("to_apply"))
+                role = "calls" if instruction.callee("calls") else "to_apply"
+                frame = self.enter(frame, instruction, instruction.computation(role))
                 name = frame.computation.root
-            elif opcode == "parameter" and frame.caller is not None and frame.caller.opcode in ("fusion", "call"):
+            elif opcode == "parameter" and frame.caller and frame.parent and frame.caller.opcode in ("fusion", "call"):
                 name = frame.caller.operands[int(instruction.literal)]
                 frame = frame.parent
             elif opcode == "while" and path and self._step(frame, instruction, path) == 0:
@@ -119,9 +120,10 @@ class TripCounts:
     def _origin(self, frame: Frame, name: str, path: tuple[int, ...] = ()) -> _Source:
         """`_source`, also out of the loops that carry the value unchanged."""
         frame, instruction, path = source = self._source(frame, name, path)
-        carried = instruction.opcode == "parameter" and frame.caller is not None and frame.caller.opcode == "while"
-        if carried and path and self._step(frame.parent, frame.caller, path) == 0:
-            return self._origin(frame.parent, frame.caller.operands[0], path)
+        caller, parent = frame.caller, frame.parent
+        carried = instruction.opcode == "parameter" and path and caller and parent and caller.opcode == "while"
+        if caller and parent and carried and self._step(parent, caller, path) == 0:
+            return self._origin(parent, caller.operands[0], path)
         return source
 
     def _value(self, frame: Frame, name: str, path: tuple[int, ...] = ()) -> int | None:

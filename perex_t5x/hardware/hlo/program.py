@@ -121,11 +121,12 @@ class Program:
     def _executed(
         self, frame: Frame, loops: tuple, fusions: bool, offloaded: bool, fusion: Instruction | None = None
     ) -> Iterator[Executed]:
+        called: list[str] | tuple[str, ...]
         for instruction in frame.computation:
             yield Executed(instruction, frame, loops, fusion)
             inside, outermost = loops, fusion
             if instruction.opcode == "fusion":
-                called, outermost = [instruction.callee("calls")] if fusions else [], fusion or instruction
+                called, outermost = [instruction.computation("calls")] if fusions else [], fusion or instruction
             else:
                 called = [] if fusion else _run_by(instruction, offloaded)
             if instruction.opcode == "while":
@@ -211,7 +212,9 @@ class Program:
         computation, names = e.frame.computation, instruction.operands
         if kind == "all-reduce" and _is_scattered(e):
             # Of the fusion's operand: inside it is padded.
-            kind, computation, names = "reduce-scatter", e.frame.parent.computation, e.frame.caller.operands
+            caller, parent = e.frame.caller, e.frame.parent
+            assert caller is not None and parent is not None, "only a fusion's parts are scattered"
+            kind, computation, names = "reduce-scatter", parent.computation, caller.operands
         return self._make(e, kind, [computation[name] for name in names], *numbers.of(groups, kind))
 
     def _make(

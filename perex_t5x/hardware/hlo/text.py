@@ -57,6 +57,12 @@ class Instruction:
         """The computation called in this role; None if there is none."""
         return next((name for r, name in self.called if r == role), None)
 
+    def computation(self, role: str) -> str:
+        """The same of an instruction that cannot be without one: the body of a loop."""
+        name = self.callee(role)
+        assert name is not None, f"{self.name} has no {role}"
+        return name
+
     def attribute(self, pattern: str) -> str | None:
         """First group of a regular expression in the attributes, or None."""
         match = re.search(pattern, self.attributes)
