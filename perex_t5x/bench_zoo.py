@@ -8,6 +8,7 @@ import fnmatch
 import functools
 import json
 import os
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
@@ -24,7 +25,7 @@ from perex_t5x.train import timed
 
 OURS = ("surgery", "surgery 4", "surgery 1")
 PEERS = ("vmap", "micro_grad 4", "micro_grad 1")
-# A ratio above this is marked: below, it may be the machine's noise (of times), or padding (of memory).
+# A ratio above this is marked: below, it may be how a program happens to lie in memory (of times), or padding (of memory).
 TOLERANCE = 1.05
 # What the smallest arrays take is not worth a mark.
 SMALL_BYTES = 64 * 1024
@@ -80,10 +81,11 @@ def programs(case: zoo.Case) -> dict[str, Callable[..., Any]]:
     }
 
 
-def measure_case(case: zoo.Case, rounds: int, seconds: float = 0.6) -> dict[str, Any]:
+def measure_case(case: zoo.Case, rounds: int, seconds: float = 1.0) -> dict[str, Any]:
     """Seconds (the least of all rounds) and temporary bytes of every program; None where JAX cannot compute it.
 
     All programs take turns, at least `rounds` times, and more often where a round takes less than its part of `seconds`.
+    `slower` are the quartiles, over rounds, of how much longer this engine at its best takes than the others at theirs.
     """
     lowered: dict[str, Any] = {}
     times: dict[str, float | None] = {}
@@ -101,9 +103,10 @@ def measure_case(case: zoo.Case, rounds: int, seconds: float = 0.6) -> dict[str,
     measures = {name: functools.partial(run, name) for name in compiled}
     in_turns(measures, 1)  # warm up
     once = sum(t for (t,) in in_turns(measures, 1).values())
-    values = in_turns(measures, max(rounds, min(50, int(seconds / once))))
+    values = in_turns(measures, max(rounds, min(200, int(seconds / once))))
     times |= {name: min(t) for name, t in values.items()}
     return {
+        "slower": slower(values, times),
         "name": case.name,
         "examples": case.examples,
         "seconds": times,
@@ -122,18 +125,41 @@ def least(values: Mapping[str, float | None], names: Iterable[str]) -> tuple[flo
     return min(known) if known else None
 
 
+def at_best(values: Mapping[str, float | None]) -> tuple[tuple[float, str] | None, tuple[float, str] | None]:
+    """The least of this engine (of `map` where it is no use), and of `vmap` and `micro_grad`."""
+    return least(values, OURS) or least(values, ("map",)), least(values, PEERS)
+
+
+def slower(rounds: Mapping[str, Sequence[float]], times: Mapping[str, float | None]) -> list[float] | None:
+    """Quartiles, over rounds, of this engine's seconds at its best over the others' at theirs; None: nothing to compare.
+
+    What else the machine does in some round slows both, and what it does in between is in the quartiles.
+
+    >>> slower({"surgery": [2.0, 4.0, 2.0], "vmap": [1.0, 2.0, 1.0]}, {"surgery": 2.0, "vmap": 1.0})
+    [2.0, 2.0, 2.0]
+    """
+    ours, peers = at_best(times)
+    if not ours or not peers:
+        return None
+    ratios = [a / b for a, b in zip(rounds[ours[1]], rounds[peers[1]], strict=True)]
+    return statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+
+
 def marks(row: Mapping[str, Any]) -> list[str]:
     """Where this engine is above the best of `vmap` and `micro_grad`, each of both at its best microbatch size.
 
-    >>> seconds = {"surgery": 2.0, "surgery 1": 3.0, "vmap": 1.5}
-    >>> marks({"seconds": seconds, "temp_bytes": {"surgery": 10, "vmap": 20}})
-    ['time']
+    In time, where it took longer in three rounds of four, and more than `TOLERANCE` times as long in half of them.
+
+    >>> memory = {"surgery": 10, "vmap": 20}
+    >>> marks({"slower": [1.1, 1.2, 1.3], "temp_bytes": memory}), marks({"slower": [0.9, 1.1, 1.3], "temp_bytes": memory})
+    (['time'], [])
     """
     above = []
-    for what, key, room in (("time", "seconds", 0.0), ("memory", "temp_bytes", SMALL_BYTES)):
-        ours, peers = least(row[key], OURS) or least(row[key], ("map",)), least(row[key], PEERS)
-        if ours and peers and ours[0] > TOLERANCE * peers[0] + room:
-            above.append(what)
+    if row["slower"] and row["slower"][0] > 1 and row["slower"][1] > TOLERANCE:
+        above.append("time")
+    ours, peers = at_best(row["temp_bytes"])
+    if ours and peers and ours[0] > TOLERANCE * peers[0] + SMALL_BYTES:
+        above.append("memory")
     return above
 
 
@@ -173,8 +199,10 @@ megabytes.
 - *micro_grad 1*: `optax.microbatching.micro_grad`, one example at a time; *at best*: the least of it with 1 and 4, and of
   *vmap*.
 - A dash: JAX cannot compute it for several examples.
-- *above*: where this engine at its best (else *map*) is more than {tolerance} times the best of *vmap* and *micro_grad* at
-  theirs (memory: and by more than {small} kB): time in {time} of {count} losses, memory in {memory}.
+- *above*: where this engine at its best (else *map*) is above the best of *vmap* and *micro_grad* at theirs. Memory: by more
+  than {tolerance} times and {small} kB. Time: it took longer in three rounds of four, and more than {tolerance} times as
+  long in half of them; what differs less than rounds do is no difference. Time in {time} of {count} losses, memory in
+  {memory}.
 
 Times of a shared machine; of a loss that takes a millisecond they say little.
 

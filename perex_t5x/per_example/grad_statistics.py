@@ -290,6 +290,8 @@ class Compute:
             like = traced[roles.argnums[0]] if roles.single else tuple(traced[i] for i in roles.argnums)
             seen.append(self._run(loss_fn, traced, None, 0, dict.fromkeys(names, like))[2])
 
+        if explicit_axes.mesh_of(arguments) is not None:  # where arrays lie changes no reduction
+            arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), arguments)
         jax.eval_shape(run, *arguments)
         return seen[0]
 

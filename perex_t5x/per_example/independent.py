@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from perex_t5x.per_example.engine import jaxprs, primitives
+from perex_t5x.per_example.engine import explicit_axes, jaxprs, primitives
 from perex_t5x.per_example.engine.request import Roles, num_examples
 
 
@@ -51,6 +52,10 @@ def check_independent(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction = {reduction!r}: must be one of mean, sum.")
     arguments = (params, batch, *extra)
+    if explicit_axes.mesh_of(arguments) is not None:
+        # A loss that is written for one example need not say where a sum over sharded examples is to lie.
+        alone = NamedSharding(Mesh(jax.local_devices()[:1], ("device",)), PartitionSpec())
+        arguments = jax.tree.map(lambda x: jax.device_put(x, alone) if isinstance(x, jax.Array) else x, arguments)
     roles = Roles.make(argnums, batch_argnums, ())
     count = num_examples(arguments, roles)
     if count < 2:

@@ -95,6 +95,34 @@ def test_branches():
     same(in_scan, STACK, X, jnp.asarray(True))
 
 
+@pytest.mark.parametrize("is_switch", [False, True])
+@pytest.mark.parametrize("in_vmap", [False, True])
+def test_a_branch_that_each_example_chooses(in_vmap, is_switch):
+    """A parameter that only some examples' branch uses; the others' product is not even finite."""
+    p = {"a": normal(3, 4, 5), "b": normal(4, 4, 5), "out": normal(5, 5, 3)}
+    x = X[:, 0].at[2].set(jnp.inf)
+    batch = {"x": x, "which": jnp.array([0, 1, 0, 1, 2, 1])}
+
+    def one(p, x, which):
+        branches = [lambda x: jnp.tanh(jnp.where(jnp.isinf(x), 0.5, x) @ p["a"]), lambda x: x @ p["b"]]
+        if is_switch:
+            h = jax.lax.switch(which, [*branches, lambda x: jnp.sin(x @ p["b"] * 0.5)], x)
+        else:
+            h = jax.lax.cond(which > 0, *branches[::-1], x)
+        return jnp.sum((h @ p["out"]) ** 2)
+
+    def loss(p, batch):
+        x, which = batch["x"], batch["which"]
+        return jnp.mean(jax.vmap(one, (None, 0, 0))(p, x, which)) if in_vmap else one(p, x[0], which[0])
+
+    stats, _ = same(loss, p, batch)
+    assert np.all(np.isfinite(stats.mean["a"]))
+    same(loss, p, batch, clip_norm=0.5, microbatch_size=2)
+    table = per_example.coverage(loss, p, batch, statistics=("mean", "mean_square"), strict=True)
+    rows = {row.parameter: row.reduction for row in table}
+    assert rows["a"] == "factored" and (is_switch or rows["b"] == "factored")
+
+
 def test_tokens_under_a_branch_that_does_not_use_the_weight():
     def loss(p, x, f):
         return jax.lax.cond(f, lambda p: jnp.sum(jnp.sin(x @ p)), lambda p: jnp.float32(0), p)

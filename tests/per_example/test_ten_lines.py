@@ -1,4 +1,4 @@
-"""docs/ten_lines.md: its blocks run one after the other, and do what they say."""
+"""docs/ten_lines.md and docs/per_example.md: their blocks run one after the other, and do what they say."""
 
 import pathlib
 import re
@@ -10,9 +10,13 @@ import optax
 from tests.per_example.loop_reference import norms, single_gradients
 
 ROOT = pathlib.Path(__file__).parents[2]
-BLOCKS = re.findall(
-    r"```python\n(.*?)```", (ROOT / "docs" / "ten_lines.md").read_text(encoding="utf-8"), flags=re.DOTALL
-)
+
+
+def blocks_of(page):
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+BLOCKS = blocks_of("ten_lines.md")
 
 
 def test_the_blocks_run(capsys):
@@ -55,3 +59,22 @@ def test_the_blocks_run(capsys):
 def test_ten_lines_are_ten():
     (block,) = (code for code in BLOCKS if "was: loss, grads" in code)
     assert len([line for line in block.splitlines() if line.strip()]) <= 10
+
+
+def test_the_blocks_of_the_manual_run():
+    names, last = {}, {}
+    for code in blocks_of("per_example.md"):
+        if "model." in code:  # one of this project's models, which this test does without
+            continue
+        exec(code, names)
+        last[code] = dict(names)
+    (sensitivity,) = (n["stats"].sensitivity for code, n in last.items() if "stats.sensitivity.mean" in code)
+    assert (sensitivity.sum, sensitivity.mean) == (0.5, 0.5 / 16)
+    on_mesh = [n["stats"] for code, n in last.items() if "mesh=mesh" in code or "make_mesh" in code]
+    alone, _ = names["per_example"].grad_statistics(names["loss_fn"])(names["params"], names["batch"])
+    for stats in on_mesh:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), stats.mean, alone.mean)
+    # Of sharded arrays, too.
+    given = names["loss_fn"], names["params"], names["spread"]
+    assert {row.reduction for row in names["per_example"].coverage(*given)} == {"factored"}
+    names["check_independent"](*given)

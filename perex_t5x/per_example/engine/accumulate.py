@@ -290,13 +290,13 @@ def _reduce_chunk(
         (losses, aux), reduced = method(request, context, inputs, initial)
     if wants_norms:
         norms = _norms(reduced)
-    finite = jnp.all(jnp.isfinite(losses), axis=1)
+    finite = jax.lax.reduce_and(jax.lax.is_finite(losses), (1,))
     if norms is not None:
         finite &= jnp.isfinite(norms)
     sums = {
         "raw": [r.raw for r in reduced],
         **_counts(unit_weights, inputs.weights_Mxb, inputs.indices_Mxb.shape, request.weight_fn is not None),
-        "non_finite": jnp.sum(~finite),
+        "non_finite": jax.lax.reduce_sum(jax.lax.convert_element_type(~finite, jnp.result_type(int)), (0,)),
     }
     if options.unit == "token":
         positions = [r.positions_N for r in reduced if r.positions_N is not None]
@@ -352,7 +352,6 @@ def finish(request: Request, sums: dict[str, Any], per_unit: Any, how: Reduction
     if options.unit == "token":
         weight_sum, weight_square_sum = sums["position_weight"], sums["position_weight_square"]
         noise = weight_sum
-    unit_scale = weight_sum / one_if_zero(sums["unit_weight"])  # tokens: real positions per example
     is_average = _factor(request) != 1.0
     averages: dict[str, Any] = {}
     for k, s in enumerate(options.statistics):
@@ -363,7 +362,8 @@ def finish(request: Request, sums: dict[str, Any], per_unit: Any, how: Reduction
             if per_token:
                 # g is the mean over positions of (positions × a position's gradient), so φ sees that multiple; factorable
                 # φ let it be applied to the sums.
-                value = value * s.fn(unit_scale.astype(value.dtype))
+                positions = weight_sum / one_if_zero(sums["unit_weight"])  # real ones, per example
+                value = value * s.fn(positions.astype(value.dtype))
             if not is_average:  # else the factor was applied before summing
                 inverse = jnp.where(weight != 0, 1.0 / one_if_zero(weight), 0.0)
                 value = value * inverse.astype(value.dtype)

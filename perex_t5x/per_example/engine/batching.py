@@ -50,9 +50,9 @@ def _directly(eqn: core.JaxprEqn, arguments: Sequence[Any], batched: Sequence[bo
         operands = []
         for v, x, b in zip(eqn.invars, arguments, batched, strict=True):
             # A scalar that examples share applies to all elements of an array. Beside scalars of the examples, which are now
-            # an array, some primitives would not take it.
-            is_shared_scalar = not b and not jaxprs.shape_of(v)
-            if (is_shared_scalar and not rank) or (len(jaxprs.shape_of(v)) != rank and not is_shared_scalar):
+            # an array, some primitives would not take it: then there is one for each.
+            is_shared_scalar = not b and not jaxprs.shape_of(v) and rank > 0
+            if len(jaxprs.shape_of(v)) != rank and not is_shared_scalar:
                 return None
             operands.append(x if b or is_shared_scalar else jaxprs.for_all(x, n))
         return jaxprs.bind(eqn, operands)

@@ -10,7 +10,7 @@ values several times and consist of any primitives.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from jax.extend import core
 
@@ -31,19 +31,20 @@ class Cone:
         return _closed([root], {v: eqn for eqn in self.eqns for v in eqn.outvars}, self.eqns)
 
 
-def parameter_side(jaxpr: core.Jaxpr, wanted: Iterable[int], depends: set[core.Var]) -> set[core.Var]:
+@jaxprs.remembered
+def parameter_side(jaxpr: core.Jaxpr, wanted: tuple[int, ...], batched: tuple[bool, ...]) -> Set[core.Var]:
     """Values that differ by example, lead to wanted results only, and do so linearly, with all else shared by examples.
+
+    `batched`: which arguments of the program differ by example.
 
     Cotangents of activations are not among them: they meet activations (x in xᵀr, a mask, the keys of attention) before they
     become a parameter's gradient. A number may be met: it is no activation.
     """
-    wanted = set(wanted)
-    sources = jaxprs.source_of(jaxpr)
-    others = [v for i, v in enumerate(jaxpr.outvars) if i not in wanted and isinstance(v, core.Var)]
+    sources, depends = jaxprs.source_of(jaxpr), jaxprs.dependent(jaxpr, batched)
     # What an equation computes besides something that other results need: a loop's activations, say.
-    beside = {v for eqn in needed_by(jaxpr, others) for v in eqn.outvars}
+    beside = {v for eqn in needed_besides(jaxpr, wanted) for v in eqn.outvars}
     users: dict[core.Var, list[core.JaxprEqn]] = {}
-    todo = [*others, *(v for v in depends if v not in sources)]
+    todo = [*_others(jaxpr, wanted), *(v for v in depends if v not in sources)]
     for eqn in jaxpr.eqns:
         inputs = _batched_inputs(eqn, depends)
         for v in inputs:
@@ -65,9 +66,14 @@ def parameter_side(jaxpr: core.Jaxpr, wanted: Iterable[int], depends: set[core.V
     return {v for v in sources if v in depends} - out
 
 
-def needed_by(jaxpr: core.Jaxpr, results: Iterable[core.Var]) -> list[core.JaxprEqn]:
-    """The equations that these values are computed by, the last one first."""
-    needed, eqns = set(results), []
+def _others(jaxpr: core.Jaxpr, wanted: tuple[int, ...]) -> list[core.Var]:
+    return [v for i, v in enumerate(jaxpr.outvars) if i not in wanted and isinstance(v, core.Var)]
+
+
+@jaxprs.remembered
+def needed_besides(jaxpr: core.Jaxpr, wanted: tuple[int, ...]) -> Sequence[core.JaxprEqn]:
+    """The equations that the other results are computed by, the last one first."""
+    needed, eqns = set(_others(jaxpr, wanted)), []
     for eqn in reversed(jaxpr.eqns):
         if any(v in needed for v in eqn.outvars):
             eqns.append(eqn)
@@ -75,7 +81,7 @@ def needed_by(jaxpr: core.Jaxpr, results: Iterable[core.Var]) -> list[core.Jaxpr
     return eqns
 
 
-def _is_linear(eqn: core.JaxprEqn, inputs: Sequence[core.Var], beside: set[core.Var]) -> bool:
+def _is_linear(eqn: core.JaxprEqn, inputs: Sequence[core.Var], beside: Set[core.Var]) -> bool:
     """Whether an equation can be part of a derivative, linear in all of these inputs together."""
     arrays = [v for v in inputs if jaxprs.size_of(v) > 1]
     if len(arrays) < 2 or eqn.primitive.name in primitives.LINEAR_TOGETHER:
@@ -86,12 +92,12 @@ def _is_linear(eqn: core.JaxprEqn, inputs: Sequence[core.Var], beside: set[core.
 
 def find(
     jaxpr: core.Jaxpr,
-    side: set[core.Var],
+    side: Set[core.Var],
     ends: Iterable[core.Var],
     moves: set[int],
     entered: set[int],
     for_all: set[core.Var],
-    depends: set[core.Var],
+    depends: Set[core.Var],
 ) -> list[Cone]:
     """The cones that are needed, so that nothing of a parameter's size exists for all examples.
 
@@ -134,14 +140,14 @@ def find(
     return [_closed(mine, inside, jaxpr.eqns, broadcasts) for mine in roots.values()]
 
 
-def largest_activation(jaxpr: core.Jaxpr, side: set[core.Var], for_all: set[core.Var], depends: set[core.Var]) -> int:
+def largest_activation(jaxpr: core.Jaxpr, side: Set[core.Var], for_all: set[core.Var], depends: Set[core.Var]) -> int:
     """The size of the largest array of one example that is computed in any case."""
     arrays = [v for v in (*jaxpr.invars, *for_all) if v in depends and v not in side]
     return max((jaxprs.size_of(v) for v in arrays), default=0)
 
 
 def _grown(
-    eqns: Sequence[core.JaxprEqn], entered: set[int], side: set[core.Var], depends: set[core.Var], activation: int
+    eqns: Sequence[core.JaxprEqn], entered: set[int], side: Set[core.Var], depends: Set[core.Var], activation: int
 ) -> set[core.Var]:
     """What is larger than the largest array it is made of, such as an outer product, and what is made of that."""
     grown: set[core.Var] = set()
@@ -194,5 +200,5 @@ def _closed(
     return Cone(eqns, tuple(roots), tuple(leaves), frozenset(repeated))
 
 
-def _batched_inputs(eqn: core.JaxprEqn, depends: set[core.Var]) -> list[core.Var]:
+def _batched_inputs(eqn: core.JaxprEqn, depends: Set[core.Var]) -> list[core.Var]:
     return [v for v in eqn.invars if isinstance(v, core.Var) and v in depends]

@@ -375,7 +375,8 @@ def _enter_scan(
         for c, f, g in zip(carry, carry_flags, flags[num_consts : num_consts + num_carry], strict=True)
     ]
     # [N, L, ...] as [L, N, ...]: a scan goes over the leading axis, and the examples come along.
-    xs = [jnp.moveaxis(x, 0, 1) if f else x for x, f in zip(xs, xs_flags, strict=True)]
+    # In `lax`, as elsewhere on the way of every loss: the same in `jnp` takes several times as long to trace.
+    xs = [jax.lax.transpose(x, (1, 0, *range(2, x.ndim))) if f else x for x, f in zip(xs, xs_flags, strict=True)]
     initial_L = {i: spec.initial for i, spec in specs.items() if spec.initial is not None}
     shardings = {i: None if spec.sharding is None else spec.sharding.without_leading() for i, spec in specs.items()}
     operands_L = {i: dict(spec.operands) for i, spec in specs.items()}
@@ -503,6 +504,8 @@ def _layers_again(
 
 
 def _finish_layers(finish: Callable[[Any], list[jax.Array]], raw_L: Any) -> list[jax.Array]:
+    if finish is list:  # usually, and nothing need be traced
+        return list(raw_L)
     return list(jax.vmap(finish)(raw_L)) if jax.tree.leaves(raw_L) else []
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Container, Iterable, Sequence, Set
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,9 @@ from perex_t5x.per_example.engine import primitives
 _PER_EXAMPLE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = (os.path.dirname(os.path.abspath(jax.__file__)) + os.sep, _PER_EXAMPLE + os.sep)
 
+_NO_SCOPE = contextlib.nullcontext()
+F = TypeVar("F", bound=Callable[..., Any])
+
 # --- evaluating -------------------------------------------------------------------------------------------------------
 
 
@@ -30,7 +35,8 @@ def bind(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
 def bind_with(eqn: core.JaxprEqn, arguments: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Applies the primitive of an equation with other parameters."""
     # With its name, by which profiles and preflight tell the parts of a step apart.
-    with jax.named_scope(str(eqn.source_info.name_stack)):
+    name = str(eqn.source_info.name_stack)
+    with jax.named_scope(name) if name else _NO_SCOPE:
         # Some primitives (custom_jvp_call, ...) store their parameters in another form than `bind` takes them.
         out = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -218,6 +224,23 @@ def inline(program: core.ClosedJaxpr, remat: bool = False) -> core.ClosedJaxpr:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
+def remembered(fn: F) -> F:
+    """A function of a program (and of what can be a dictionary's key) that reads it once: programs do not change.
+
+    What it returns is shared by all who ask, so none of them may change it.
+    """
+    known: weakref.WeakKeyDictionary[core.Jaxpr, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(fn)
+    def once(jaxpr: core.Jaxpr, *rest: Any) -> Any:
+        answers = known.setdefault(jaxpr, {})
+        if rest not in answers:
+            answers[rest] = fn(jaxpr, *rest)
+        return answers[rest]
+
+    return once  # type: ignore[return-value]
+
+
 def shape_of(v: Any) -> tuple[int, ...]:
     """The shape of a variable or literal."""
     return v.aval.shape
@@ -255,11 +278,13 @@ def split_scan(items: Sequence[Any], params: dict[str, Any]) -> tuple[list[Any],
     return items[:n], items[n:k], items[k:]
 
 
+@remembered
 def source_of(jaxpr: core.Jaxpr) -> dict[core.Var, tuple[core.JaxprEqn, int]]:
     """Which equation makes a variable, and as which of its results."""
     return {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
 
 
+@remembered
 def use_counts(jaxpr: core.Jaxpr) -> dict[core.Var, int]:
     """How often each variable is read, the program's results included."""
     counts: dict[core.Var, int] = {}
@@ -289,8 +314,13 @@ def are_in(variables: Iterable[Any], some: Container[Any]) -> list[bool]:
     return [isinstance(v, core.Var) and v in some for v in variables]
 
 
-def dependent(jaxpr: core.Jaxpr, batched: Sequence[bool]) -> set[core.Var]:
+def dependent(jaxpr: core.Jaxpr, batched: Sequence[bool]) -> Set[core.Var]:
     """Variables that depend on the example, if these arguments do."""
+    return _dependent(jaxpr, tuple(batched))
+
+
+@remembered
+def _dependent(jaxpr: core.Jaxpr, batched: tuple[bool, ...]) -> Set[core.Var]:
     depends = {v for v, b in zip(jaxpr.invars, batched, strict=True) if b}
     for eqn in jaxpr.eqns:
         flags = are_in(eqn.invars, depends)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -187,7 +187,7 @@ def make_plan(
         return Materialized(v)
 
     nodes = {i: walk(jaxpr.outvars[i]) for i in wanted}
-    side = cones.parameter_side(jaxpr, wanted, depends)
+    side = cones.parameter_side(jaxpr, wanted, tuple(batched))
 
     def run_for_all() -> tuple[set[int], set[core.Var], set[core.Var]]:
         """Equations that are deferred; what is needed; and what of that is computed for all examples."""
@@ -263,14 +263,13 @@ def _taken(joint: dict[core.Var, list[Joint]], end: Any) -> Any:
 
 
 def _held(
-    jaxpr: core.Jaxpr, wanted: Sequence[int], for_all: set[core.Var], depends: set[core.Var], activation: int
+    jaxpr: core.Jaxpr, wanted: tuple[int, ...], for_all: Set[core.Var], depends: Set[core.Var], activation: int
 ) -> set[core.Var]:
     """Of what is computed for all examples: what is larger than activations, and what is made of that.
 
     What the other results need is not held on account of a gradient, nor is what is computed beside it: activations.
     """
-    others = [v for i, v in enumerate(jaxpr.outvars) if i not in wanted and isinstance(v, core.Var)]
-    forward = {id(eqn) for eqn in cones.needed_by(jaxpr, others)}
+    forward = {id(eqn) for eqn in cones.needed_besides(jaxpr, wanted)}
     held: set[core.Var] = set()
     for eqn in jaxpr.eqns:
         for v in eqn.outvars if id(eqn) not in forward else ():
@@ -312,7 +311,7 @@ def produce(
     root: core.Var,
     sources: dict[core.Var, tuple[core.JaxprEqn, int]],
     uses: dict[core.Var, int],
-    depends: set[core.Var] | None = None,
+    depends: Set[core.Var] | None = None,
 ) -> Producer:
     """The producer of `root`: as much of what comes before it as is no smaller than what it is made of.
 
@@ -355,7 +354,7 @@ def produce(
     return Producer(tuple(eqns), root, tuple(v for v in leaves if v not in made))
 
 
-def _grows(v: core.Var, eqn: core.JaxprEqn, depends: set[core.Var]) -> bool:
+def _grows(v: core.Var, eqn: core.JaxprEqn, depends: Set[core.Var]) -> bool:
     """Whether a result is larger than all that differs by example of what its equation combines; of a loop, in one step."""
     flags = jaxprs.are_in(eqn.invars, depends)
     if sum(flags) < 2:  # with shared arrays alone an activation's cotangent may grow, too: r @ w.T, of a wide layer

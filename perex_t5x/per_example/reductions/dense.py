@@ -247,8 +247,12 @@ def _by_tiles(product: Product, tiling: Tiling, operands: Operands) -> Any:
             tiles, squares = state
             # Example and tile in one slice: two would copy the example's whole operand for every tile.
             at = (i, *(start if k == tiling.axis else 0 for k in range(len(per_example))))
-            rows = [x[i] for x in sides]
-            rows[tiling.which] = jax.lax.dynamic_slice(sides[tiling.which], at, (1, *sizes)).reshape(sizes)
+            rows = [
+                jax.lax.dynamic_slice(x, at, (1, *sizes)).reshape(sizes)
+                if k == tiling.which
+                else jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+                for k, x in enumerate(sides)
+            ]
             g = product.of_one(*rows)
             weight, scale = (None if x is None else x[i] for x in (operands.weights_N, operands.scales_N))
             tiles = context.added(tiles, g, weight, scale)

@@ -110,6 +110,7 @@ class ReductionContext:
       device_axes: mesh axes over which devices have examples of their own: the loss may not communicate over them.
       data_axes: those of them over which statistics are wanted of all devices' examples.
       transport: dtype in which sums travel between devices; None: their own.
+      dtypes: what is known of φ's dtype; copies of this context, which have the same φ or none, share it.
     """
 
     statistics: Sequence[Statistic | BoundStatistic]
@@ -127,6 +128,7 @@ class ReductionContext:
     device_axes: frozenset[str] = frozenset()
     data_axes: tuple[str, ...] = ()
     transport: Any = None
+    dtypes: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def bound(self, parameter: str, operands: Mapping[str, jax.Array]) -> ReductionContext:
         """The same, of a parameter's gradient, whose statistics see these operands."""
@@ -150,7 +152,9 @@ class ReductionContext:
 
     def phi(self, statistic: Statistic | BoundStatistic, g: jax.Array, scale: jax.Array | None) -> jax.Array:
         """φ(c g)."""
-        return statistic.fn(g if scale is None else g * scale)
+        g = g if scale is None else g * scale
+        # As `jnp.square` does, but without a trace for every new shape.
+        return jax.lax.square(g) if statistic.fn is jnp.square else statistic.fn(g)
 
     def weighted(self, x: jax.Array, weight: jax.Array | None) -> jax.Array:
         # The factor goes in here, where XLA fuses it with φ: dividing the finished sums would read and write them once more.
@@ -181,11 +185,18 @@ class ReductionContext:
         """The sums to start from: `initial`, or zeros of φ's dtype."""
         if initial is not None:
             return list(initial)
-        # φ may return another dtype than the gradient's, and a loop's carry must have its final type from the start.
-        # Asked of one element where its shape is free: JAX remembers the answer for all parameters.
-        g, one = (jax.ShapeDtypeStruct(tuple(s), dtype) for s in (shape, (1,) * len(shape)))
-        dtypes = [jax.eval_shape(s.fn, g if isinstance(s, BoundStatistic) else one).dtype for s in self.statistics]
+        dtypes = [self._dtype(s, shape, dtype) for s in self.statistics]
         return [constrain(self.zeros(shape, d), sharding) for d in dtypes]
+
+    def _dtype(self, statistic: Statistic | BoundStatistic, shape: Sequence[int], dtype: Any) -> Any:
+        """φ may return another dtype than the gradient's, and a loop's carry must have its final type from the start."""
+        if isinstance(statistic, BoundStatistic):
+            return jax.eval_shape(statistic.fn, jax.ShapeDtypeStruct(tuple(shape), dtype)).dtype
+        # Asked once of one element, whose shape is free, for all parameters.
+        key = statistic.name, len(shape), dtype
+        if key not in self.dtypes:
+            self.dtypes[key] = jax.eval_shape(statistic.fn, jax.ShapeDtypeStruct((1,) * len(shape), dtype)).dtype
+        return self.dtypes[key]
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         # A loop's carry must have the same type before and after a step, and the sums vary over devices.

@@ -49,7 +49,7 @@ class Rows:
         if not all(updates):
             return None
         ids_NxT, rows_NxTxD = (jnp.concatenate(parts, axis=1) for parts in zip(*updates, strict=True))
-        distinct_NxT, sums_NxTxD = jax.vmap(_combine, in_axes=(0, 0, None))(ids_NxT, rows_NxTxD, num_rows)
+        distinct_NxT, sums_NxTxD = _combine(ids_NxT, rows_NxTxD, num_rows)
         sums_NxTxD = at_least_f32(site.spec.pre(unary(sums_NxTxD)))
         absent_NxD = None
         for term in contributions:
@@ -107,32 +107,44 @@ def _at(v: Any, axes: Sequence[int]) -> list[int]:
     return [jaxprs.shape_of(v)[a] for a in axes]
 
 
-def _combine(ids_T: jax.Array, rows_TxD: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Sums rows of equal id: a token that occurs twice has one gradient row, and φ must see the sum."""
-    # In `lax` throughout: the same in `jnp` takes four times as long to trace, most of it to allow for negative indices.
-    length = ids_T.shape[0]
+def _combine(ids_NxT: jax.Array, rows_NxTxD: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Sums an example's rows of equal id: a token that occurs twice has one gradient row, and φ must see the sum."""
+    # In `lax` throughout, and without `vmap`: the same in `jnp` takes many times as long to trace, most of it to allow for
+    # negative indices.
+    n, length = ids_NxT.shape
     if not length:
-        return ids_T, rows_TxD
-    sorted_T, order_T = jax.lax.sort_key_val(ids_T, jax.lax.iota(jnp.int32, length))
-    left, right = (jax.lax.slice_in_dim(sorted_T, i, length - 1 + i) for i in (0, 1))
+        return ids_NxT, rows_NxTxD
+    order_NxT = jax.lax.broadcasted_iota(jnp.int32, ids_NxT.shape, 1)
+    sorted_NxT, order_NxT = jax.lax.sort_key_val(ids_NxT, order_NxT, dimension=1)
+    left, right = (jax.lax.slice_in_dim(sorted_NxT, i, length - 1 + i, axis=1) for i in (0, 1))
     changes = jax.lax.convert_element_type(jax.lax.ne(left, right), jnp.int32)
-    segment_T = jax.lax.cumsum(jax.lax.pad(changes, np.int32(0), [(1, 0, 0)]))
+    segment_NxT = jax.lax.cumsum(jax.lax.pad(changes, np.int32(0), [(0, 0, 0), (1, 0, 0)]), axis=1)
     # Shapes are static: T places, of which the last are unused if ids repeat.
-    rows_TxD = jax.lax.gather(
-        rows_TxD,
-        order_T.reshape(-1, 1),
-        jax.lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,)),
-        slice_sizes=(1, rows_TxD.shape[1]),
+    rows_NxTxD = jax.lax.gather(
+        rows_NxTxD,
+        order_NxT.reshape(n, length, 1),
+        jax.lax.GatherDimensionNumbers((2,), (1,), (1,), operand_batching_dims=(0,), start_indices_batching_dims=(0,)),
+        slice_sizes=(1, 1, rows_NxTxD.shape[2]),
         mode="promise_in_bounds",
     )
-    at_Tx1, put = segment_T.reshape(-1, 1), jax.lax.ScatterDimensionNumbers
-    into_rows, into_ids = put((1,), (0,), (0,)), put((), (0,), (0,))
-    no_rows_TxD, no_ids_T = jax.lax.full_like(rows_TxD, 0), jax.lax.full_like(ids_T, num_rows)
-    sums_TxD = jax.lax.scatter_add(no_rows_TxD, at_Tx1, rows_TxD, into_rows, mode="promise_in_bounds")
-    distinct_T = jax.lax.scatter(no_ids_T, at_Tx1, sorted_T, into_ids, mode="promise_in_bounds")
-    valid_T = jax.lax.bitwise_and(distinct_T >= 0, distinct_T < num_rows)
-    valid_TxD = jax.lax.broadcast_in_dim(valid_T, sums_TxD.shape, (0,))
-    return jax.lax.select(valid_T, distinct_T, no_ids_T), jax.lax.select(valid_TxD, sums_TxD, no_rows_TxD)
+    at_NxTx1 = segment_NxT.reshape(n, length, 1)
+    into = functools.partial(
+        jax.lax.ScatterDimensionNumbers,
+        inserted_window_dims=(1,),
+        scatter_dims_to_operand_dims=(1,),
+        operand_batching_dims=(0,),
+        scatter_indices_batching_dims=(0,),
+    )
+    no_rows_NxTxD, no_ids_NxT = jax.lax.full_like(rows_NxTxD, 0), jax.lax.full_like(ids_NxT, num_rows)
+    sums_NxTxD = jax.lax.scatter_add(no_rows_NxTxD, at_NxTx1, rows_NxTxD, into((2,)), mode="promise_in_bounds")
+    distinct_NxT = jax.lax.scatter(no_ids_NxT, at_NxTx1, sorted_NxT, into(()), mode="promise_in_bounds")
+    is_id, is_row = jax.lax.ge(distinct_NxT, jax.lax.full_like(distinct_NxT, 0)), jax.lax.lt(distinct_NxT, no_ids_NxT)
+    valid_NxT = jax.lax.bitwise_and(is_id, is_row)
+    valid_NxTxD = jax.lax.broadcast_in_dim(valid_NxT, sums_NxTxD.shape, (0, 1))
+    return (
+        jax.lax.select(valid_NxT, distinct_NxT, no_ids_NxT),
+        jax.lax.select(valid_NxTxD, sums_NxTxD, no_rows_NxTxD),
+    )
 
 
 def _zero_at_zero(context: ReductionContext, dtype: jnp.dtype) -> list[bool] | None:

@@ -17,11 +17,6 @@ from jax.extend import core
 
 from perex_t5x.per_example.engine import jaxprs
 
-# Windows of one example: up to this many bytes they exist at a time and are one operand of one product, else one by one.
-WINDOWS_BYTES = 32 * 2**20
-# Slices per example that are written out in the program; for more, a loop.
-_MOST_SLICES = 64
-
 
 def bind(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
     """Applies an equation of one example's gradient; in programs for CPUs, a convolution by products of windows."""
@@ -59,60 +54,36 @@ def _by_products(eqn: core.JaxprEqn, image: jax.Array, window: jax.Array) -> jax
         widths[axis] = (int(low), int(high), dilation - 1)
     image = jax.lax.pad(image, jnp.zeros((), image.dtype), widths)
 
-    def product(windows: jax.Array) -> jax.Array:
-        return _contracted(eqn, windows, window)
+    def at_position(index: jax.Array) -> jax.Array:
+        start, limit, strides = [jnp.int32(0)] * image.ndim, list(image.shape), [1] * image.ndim
+        for axis, count, size, stride, dilation in reversed(steps):
+            start[axis], index = (index % count) * stride, index // count
+            limit[axis], strides[axis] = dilation * (size - 1) + 1, dilation
+        cut = jax.lax.dynamic_slice(image, start, limit)
+        return _contracted(eqn, jax.lax.slice(cut, [0] * image.ndim, limit, strides), window)
 
-    bytes_of_all = math.prod(positions) * image.size // _area(image, axes) * math.prod(sizes) * image.dtype.itemsize
-    if sum(positions) <= _MOST_SLICES and bytes_of_all <= WINDOWS_BYTES:
-        for i, (axis, count, size, stride, dilation) in enumerate(steps):
-            starts = range(0, count * stride, stride)
-            slices = [
-                jax.lax.slice_in_dim(image, at, at + dilation * (size - 1) + 1, dilation, axis=axis + i)
-                for at in starts
-            ]
-            image = jnp.stack(slices, axis=i)
-        g = product(image)  # [positions ..., b, f]
-    else:
-
-        def at_position(index: jax.Array) -> jax.Array:
-            start, limit, strides = [jnp.int32(0)] * image.ndim, list(image.shape), [1] * image.ndim
-            for axis, count, size, stride, dilation in reversed(steps):
-                start[axis], index = (index % count) * stride, index // count
-                limit[axis], strides[axis] = dilation * (size - 1) + 1, dilation
-            cut = jax.lax.dynamic_slice(image, start, limit)
-            return product(jax.lax.slice(cut, [0] * image.ndim, limit, strides))
-
-        g = jax.lax.map(at_position, jnp.arange(math.prod(positions), dtype=jnp.int32))
-        g = g.reshape(*positions, *g.shape[1:])
+    # One position after another, so that one window exists at a time.
+    g = jax.lax.map(at_position, jnp.arange(math.prod(positions), dtype=jnp.int32))  # [positions, b, f]
+    g = g.reshape(*positions, *g.shape[1:])
     order = {numbers.out_spec[0]: n, numbers.out_spec[1]: n + 1, **{a: i for i, a in enumerate(numbers.out_spec[2:])}}
     return g.transpose([order[a] for a in range(n + 2)])
 
 
-def _area(image: jax.Array, axes: Sequence[int]) -> int:
-    return max(math.prod(image.shape[a] for a in axes), 1)
-
-
-def _contracted(eqn: core.JaxprEqn, windows: jax.Array, window: jax.Array) -> jax.Array:
-    """[..., b, f]: sums over positions in a window and c. Axes of `windows` before those of the image are kept in front."""
+def _contracted(eqn: core.JaxprEqn, image: jax.Array, window: jax.Array) -> jax.Array:
+    """[b, f]: sums over positions in a window and c, of a part of the image that is as large as the window."""
     numbers, groups = eqn.params["dimension_numbers"], eqn.params["batch_group_count"]
     (b, c, *spatial), (f, d, *window_spatial) = numbers.lhs_spec, numbers.rhs_spec
-    lead = windows.ndim - len(numbers.lhs_spec)
     options = {"precision": eqn.params["precision"], "preferred_element_type": jaxprs.dtype_of(eqn.outvars[0])}
     if groups == 1:
-        contracted = (tuple(a + lead for a in (c, *spatial)), (d, *window_spatial))
-        return jax.lax.dot_general(windows, window, (contracted, ((), ())), **options)
+        contracted = ((c, *spatial), (d, *window_spatial))
+        return jax.lax.dot_general(image, window, (contracted, ((), ())), **options)
     # b and f in as many groups: b of one group meets f of the same one.
-    windows = jnp.moveaxis(windows, [a + lead for a in (c, *spatial, b)], range(lead, windows.ndim))
-    window = jnp.moveaxis(window, (d, *window_spatial, f), range(window.ndim))
+    image, window = image.transpose(c, *spatial, b), window.transpose(d, *window_spatial, f)
     length = math.prod(window.shape[:-1])
-    windows = windows.reshape(*windows.shape[:lead], length, groups, -1)
-    window = window.reshape(length, groups, -1)
-    if windows.shape[-1] == window.shape[-1] == 1:  # depthwise: a sum of products, elementwise
+    image, window = image.reshape(length, groups, -1), window.reshape(length, groups, -1)
+    if image.shape[-1] == window.shape[-1] == 1:  # depthwise: a sum of products, elementwise
         wide = jnp.promote_types(window.dtype, jnp.float32)
-        terms = windows[..., 0].astype(wide) * window[..., 0].astype(wide).reshape(*(1,) * lead, length, groups)
-        g = jnp.sum(terms, axis=lead).astype(options["preferred_element_type"])
-        return jnp.expand_dims(g, lead)
-    batched = (((lead,), (0,)), ((lead + 1,), (1,)))
-    g = jax.lax.dot_general(windows, window, batched, **options)  # [groups, ..., b, f]
-    g = jnp.moveaxis(g, 0, -2)
-    return g.reshape(*g.shape[:-2], -1)
+        terms = image[..., 0].astype(wide) * window[..., 0].astype(wide)
+        return jnp.sum(terms, axis=0).astype(options["preferred_element_type"])[None]
+    g = jax.lax.dot_general(image, window, (((0,), (0,)), ((1,), (1,))), **options)  # [groups, b, f]
+    return g.transpose(1, 0, 2).reshape(g.shape[1], -1)

@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from perex_t5x import per_example
-from perex_t5x.per_example.reductions import windows
 from tests.per_example.loop_reference import SOME, STATISTICS, assert_matches, norms, single_gradients
 from tests.per_example.test_memory import largest
 
@@ -92,16 +91,6 @@ def test_filters(name):
     gradients = single_gradients(loss, params, x)
     assert_matches(stats, gradients, STATISTICS)
     np.testing.assert_allclose(aux.norms, norms(gradients), rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["strides", "channels_first", "dilated_image", "groups", "depthwise"])
-def test_windows_one_by_one(name, monkeypatch):
-    """Where all windows of an example would take too much memory."""
-    monkeypatch.setattr(windows, "WINDOWS_BYTES", 0)
-    loss, params, x = CASES[name]()
-    compute = per_example.grad_statistics(loss, STATISTICS)
-    assert "dynamic_slice" in str(jax.make_jaxpr(compute)(params, x))
-    assert_matches(jax.jit(compute)(params, x)[0], single_gradients(loss, params, x), STATISTICS)
 
 
 @pytest.mark.parametrize("strategy", ["gradients", "factors", "two passes"])

@@ -97,6 +97,12 @@ def tied_and_shared(p, batch):
     return jnp.mean(jax.nn.logsumexp(jnp.einsum("vd,btd->btv", p["e"], h), axis=-1))
 
 
+def tied_and_shared_one_hot(p, batch):
+    """The same as T5X computes it, with one-hot ids twice."""
+    first, second = (jax.nn.one_hot(batch[name], VOCABULARY) @ p["e"] for name in ("ids", "others"))
+    return jnp.mean(jax.nn.logsumexp(jnp.tanh(first + 0.3 * second) @ p["e"].T / 2.0, axis=-1))
+
+
 def tied_one_hot(p, batch):
     h = jnp.tanh(jax.nn.one_hot(batch["ids"], VOCABULARY) @ p["e"] * 1.5)
     return jnp.mean(jax.nn.logsumexp(h @ p["e"].T, axis=-1))
@@ -106,7 +112,8 @@ CASES = {
     f.__name__: f
     for f in (
         per_position, used_twice, used_twice_in_different_ways, one_hot, one_hot_of_t5x, one_hot_transposed, one_hot_twice,
-        sampled_softmax, slice_of_the_table, slice_of_a_multiple, constant_cotangents, tied_and_shared, tied_one_hot,
+        sampled_softmax, slice_of_the_table, slice_of_a_multiple, constant_cotangents, tied_and_shared,
+        tied_and_shared_one_hot, tied_one_hot,
     )
 }  # fmt: skip
 OTHERS = {f.__name__: f for f in (deep_rows, numbers)}

@@ -5,15 +5,17 @@ compiler a shape it handles badly:
 
 - A sum over axes of size one drops them; values lose such axes where nothing else depends on it (`unit_axes`).
 - A `cond` whose predicate depends on the example becomes both branches and a selection.
+- A selection between a value and itself is that value.
 - Elementwise operations after a scan or remat, with a scalar or a shared array, move inside (`scans`).
 - A remat region whose gradients are used further is replaced by its body (`scans`).
 - A scan that adds gradients up in its carry is split in two (`scans`).
-- Matrix products lose padding, transposes and splits (`products`).
+- Matrix products lose padding, transposes, splits and selections (`products`).
 - Products with one-hot ids become scatter-adds, and what follows those moves into their ids and rows (`embeddings`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,7 +26,13 @@ from jax.extend.core.primitives import squeeze_p
 
 from perex_t5x.per_example.engine import jaxprs, primitives
 from perex_t5x.per_example.engine.rewrites.embeddings import after_scatters, one_hot_products
-from perex_t5x.per_example.engine.rewrites.products import paddings, splits, transposes, unit_contractions
+from perex_t5x.per_example.engine.rewrites.products import (
+    paddings,
+    selections_of_products,
+    splits,
+    transposes,
+    unit_contractions,
+)
 from perex_t5x.per_example.engine.rewrites.scans import accumulations, opened_remats, operations_into_bodies
 from perex_t5x.per_example.engine.rewrites.tools import Rule, rewritten, tails_of
 from perex_t5x.per_example.engine.rewrites.unit_axes import without_unit_axes
@@ -43,12 +51,14 @@ def rewrite(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable
     for one, about in (
         (_sums_of_one, {"reduce_sum"}),
         (_selections, {"cond"}),
+        (_equal_cases, {"select_n"}),
         (operations_into_bodies, {"scan", *primitives.REMAT}),
         (opened_remats, primitives.REMAT),
         (accumulations, {"scan"}),
         (paddings, {"pad"}),
         (transposes, {"transpose"}),
         (splits, {"split"}),
+        (selections_of_products, {"select_n"}),
         (unit_contractions, {"dot_general"}),
         (one_hot_products, {"dot_general"}),
         (after_scatters, {"scatter-add"}),
@@ -94,6 +104,31 @@ def _selections(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tupl
         if isinstance(predicate, core.Var) and predicate in depends and any(v in tails for v in eqn.outvars):
             rules[id(eqn)] = Rule(_select)
     return rewritten(program, rules)
+
+
+def _equal_cases(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    """select(p, w, w): w. So `jax.vmap` hands a parameter on to a branch: shared by examples before, but not after."""
+    del batched, wanted
+    sources = jaxprs.source_of(program.jaxpr)
+
+    def value(v: Any) -> Any:
+        # Differentiation is over: what stops gradients is the identity.
+        while isinstance(v, core.Var) and v in sources and sources[v][0].primitive.name in ("stop_gradient", "copy"):
+            v = sources[v][0].invars[0]
+        return v
+
+    rules = {}
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name == "select_n":
+            cases = [value(v) for v in eqn.invars[1:]]
+            if isinstance(cases[0], core.Var) and all(v is cases[0] for v in cases):
+                rules[id(eqn)] = Rule(functools.partial(_itself, cases[0]), cases[:1])
+    return rewritten(program, rules)
+
+
+def _itself(v: core.Var, eqn: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:
+    del eqn, arguments
+    return [read(v)]
 
 
 def _select(eqn: core.JaxprEqn, arguments: Sequence[Any], read: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 - Positions that are padding are left out, and axes of size one are not summed over.
 - The transpose of a product becomes the product of the operands exchanged.
 - A product that is cut up becomes several products.
+- A product or zeros, as a number says: the product of operands or zeros.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.extend.core.primitives import squeeze_p
+from jax.extend.core.primitives import reshape_p, squeeze_p
 
 from perex_t5x.per_example.engine import jaxprs, plan, primitives
 from perex_t5x.per_example.engine.rewrites.tools import Rule, rewritten, tails_of
@@ -76,20 +77,25 @@ def _unpadded(
 
 
 def unit_contractions(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
-    """Σ_bt s_bt r_bt over an axis b of size one: without it.
+    """Σ_bt s_bt r_bt over an axis b of size one: without it. Nor is an axis of size one in both operands a batch axis.
 
     To XLA such an operand is another value than the same without the axis, which other equations use; and what it considers
-    cheap, such as the gradient of a softmax, it would compute once for each.
+    cheap, such as the gradient of a softmax, it would compute once for each. With a batch axis it is no product that the
+    reductions know.
     """
     del batched
     tails = tails_of(program.jaxpr, wanted)
     rules: dict[int, list[core.JaxprEqn]] = {}
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name == "dot_general" and eqn.outvars[0] in tails:
-            sizes = [jaxprs.shape_of(eqn.invars[0])[a] for a in eqn.params["dimension_numbers"][0][0]]
-            if 1 in sizes and max(sizes) > 1:
+            sizes, paired = (_sizes(eqn, which) for which in eqn.params["dimension_numbers"])
+            if (1 in sizes and max(sizes) > 1) or 1 in paired:
                 rules[id(eqn)] = _without_unit_contractions(eqn)
     return rewritten(program, rules)
+
+
+def _sizes(product: core.JaxprEqn, axes: tuple[Sequence[int], Sequence[int]]) -> list[int]:
+    return [jaxprs.shape_of(product.invars[0])[a] for a in axes[0]]
 
 
 def _without_unit_contractions(product: core.JaxprEqn) -> list[core.JaxprEqn]:
@@ -98,14 +104,28 @@ def _without_unit_contractions(product: core.JaxprEqn) -> list[core.JaxprEqn]:
     for v, mine, paired in zip(product.invars, contracted, batch, strict=True):
         # Axes are renumbered per operand: they need not be at the same place in both.
         shape = jaxprs.shape_of(v)
-        lost = tuple(sorted(a for a in mine if shape[a] == 1))
+        lost = tuple(sorted(a for a in (*mine, *paired) if shape[a] == 1))
         at = {a: i for i, a in enumerate(a for a in range(len(shape)) if a not in lost)}
         operands.append(core.Var(jaxprs.of_shape(v.aval, [shape[a] for a in at])))
         eqns.append(product.replace([v], operands[-1:], squeeze_p, {"dimensions": lost}))
         numbers.append([tuple(at[a] for a in axes if a in at) for axes in (mine, paired)])
     (contract_l, batch_l), (contract_r, batch_r) = numbers
     params = {**product.params, "dimension_numbers": ((contract_l, contract_r), (batch_l, batch_r))}
-    return [*eqns, product.replace(invars=operands, params=params)]
+    if len(batch_l) == len(batch[0]):
+        return [*eqns, product.replace(invars=operands, params=params)]
+    # A product's batch axes come first in its result.
+    whole = jaxprs.shape_of(product.outvars[0])
+    small = core.Var(
+        jaxprs.of_shape(
+            product.outvars[0].aval, [*(n for n in _sizes(product, batch) if n > 1), *whole[len(batch[0]) :]]
+        )
+    )
+    back = {"new_sizes": whole, "dimensions": None, "sharding": None}
+    return [
+        *eqns,
+        product.replace(invars=operands, outvars=[small], params=params),
+        product.replace([small], product.outvars, reshape_p, back),
+    ]
 
 
 # --- what follows a product -------------------------------------------------------------------------------------------
@@ -182,3 +202,64 @@ def _split_product(product: core.JaxprEqn, eqn: core.JaxprEqn, arguments: Sequen
         parts += jaxprs.bind(product, cut)
         start += length
     return parts
+
+
+def selections_of_products(
+    program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]
+) -> core.ClosedJaxpr:
+    """select(i, 0, SᵀR, 0), i a number: a product whose operands are zeros where it is not selected.
+
+    So do the gradients of a branch's parameters come out of a `cond` that each example decides. Of the size of a gradient,
+    the selection would hide the product from the reductions.
+    """
+    del batched
+    tails, sources = tails_of(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
+    rules: dict[int, Rule] = {}
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name != "select_n" or eqn.outvars[0] not in tails:
+            continue
+        which, *cases = eqn.invars
+        number = _number(which, sources)
+        products = [(k, v) for k, v in enumerate(cases) if not plan.is_zeros(v, sources)]
+        if number is None or len(products) != 1:
+            continue
+        ((k, v),) = products
+        moves: list[core.JaxprEqn] = []
+        while v in tails and plan.is_permutation(sources[v][0]):
+            moves.insert(0, sources[v][0])
+            v = moves[0].invars[0]
+        if v in tails and sources[v][0].primitive.name == "dot_general":
+            product = sources[v][0]
+            rule = functools.partial(_selected, number, k, product, moves)
+            rules[id(eqn)] = Rule(rule, [number, *product.invars])
+    return rewritten(program, rules)
+
+
+def _number(v: Any, sources: Any) -> Any:
+    """What a value visibly repeats, of one element; else None."""
+    while isinstance(v, core.Var) and jaxprs.size_of(v) > 1 and v in sources:
+        eqn = sources[v][0]
+        if eqn.primitive.name not in ("broadcast_in_dim", "reshape", "squeeze"):
+            return None
+        v = eqn.invars[0]
+    return v if jaxprs.size_of(v) == 1 else None
+
+
+def _selected(
+    number: Any,
+    k: int,
+    product: core.JaxprEqn,
+    moves: Sequence[core.JaxprEqn],
+    eqn: core.JaxprEqn,
+    arguments: Sequence[Any],
+    read: Any,
+) -> list[Any]:
+    """The product of operands that are zeros unless `number` is `k`; then what moves its elements."""
+    del eqn, arguments
+    is_selected = jnp.reshape(read(number), ()) == k
+    # Both operands: what the examples of other branches have here may be infinite, and 0 · inf is NaN.
+    operands = [jax.lax.select(is_selected, x, jnp.zeros_like(x)) for x in map(read, product.invars)]
+    (value,) = jaxprs.bind(product, operands)
+    for move in moves:
+        (value,) = jaxprs.bind(move, [value])
+    return [value]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from perex_t5x.per_example.engine import jaxprs, plan, primitives
-from perex_t5x.per_example.engine.rewrites.tools import Rule, parameter_side, rewritten, tails_of
+from perex_t5x.per_example.engine import cones, jaxprs, plan, primitives
+from perex_t5x.per_example.engine.rewrites.tools import Rule, rewritten, tails_of
 
 # --- elementwise operations after a body ------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ def operations_into_bodies(
     return rewritten(program, rules)
 
 
-def _operation(eqn: core.JaxprEqn, sources: Any, depends: set[core.Var]) -> _Operation | None:
+def _operation(eqn: core.JaxprEqn, sources: Any, depends: Set[core.Var]) -> _Operation | None:
     if eqn.primitive.name not in primitives.MOVED_INTO_BODY:
         return None
     for large in (0, 1):
@@ -158,7 +158,7 @@ def opened_remats(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tu
     """
     jaxpr = program.jaxpr
     remats = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in primitives.REMAT]
-    side = parameter_side(program, batched, wanted) if remats else set()
+    side = cones.parameter_side(jaxpr, wanted, tuple(batched)) if remats else set()
     users = {v: eqn for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, core.Var)}
     uses = jaxprs.use_counts(jaxpr)
 
@@ -191,7 +191,9 @@ def accumulations(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tu
     """
     sources = jaxprs.source_of(program.jaxpr)
     scans = [e for e in program.jaxpr.eqns if e.primitive.name == "scan" and not plan.is_accumulation(e)]
-    tails = tails_of(program.jaxpr, wanted) | parameter_side(program, batched, wanted) if scans else set()
+    if not scans:
+        return program
+    tails = tails_of(program.jaxpr, wanted) | cones.parameter_side(program.jaxpr, wanted, tuple(batched))
     rules = {}
     for eqn in scans:
         indices = [i for i, v in enumerate(eqn.outvars[: eqn.params["num_carry"]]) if v in tails]

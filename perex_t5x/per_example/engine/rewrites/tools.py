@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from jax.extend import core
 
-from perex_t5x.per_example.engine import cones, jaxprs, primitives
+from perex_t5x.per_example.engine import jaxprs, primitives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,8 @@ def rewritten(program: core.ClosedJaxpr, rules: Mapping[int, Rule | Sequence[cor
     return writer.program([name(v) for v in jaxpr.outvars])
 
 
-def tails_of(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> set[core.Var]:
+@jaxprs.remembered
+def tails_of(jaxpr: core.Jaxpr, wanted: tuple[int, ...]) -> Set[core.Var]:
     """Everything between the wanted results and where their walk back ends, ends included."""
     sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
     through = primitives.PERMUTATIONS | primitives.CHEAP | primitives.CROSS_DEVICE_SUMS | {"split", "shard_map"}
@@ -82,8 +83,3 @@ def tails_of(jaxpr: core.Jaxpr, wanted: Iterable[int]) -> set[core.Var]:
         if eqn.primitive.name in through:
             todo.extend(eqn.invars)
     return tails
-
-
-def parameter_side(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable[int]) -> set[core.Var]:
-    """`cones.parameter_side` of a program, of whose arguments those marked depend on the example."""
-    return cones.parameter_side(program.jaxpr, wanted, jaxprs.dependent(program.jaxpr, batched))

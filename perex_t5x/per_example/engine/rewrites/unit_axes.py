@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core.primitives import reshape_p, squeeze_p
 
@@ -56,10 +55,11 @@ def without_unit_axes(program: core.ClosedJaxpr, kept: Collection[core.Var] = ()
             continue
         invars = [name(v, eqn) for v in eqn.invars]
         # Gathers and scatters stay whole, but their windows need not.
-        windows = None if is_kept else rule_for(eqn)
+        windows = None if is_kept else _rule_of_windows(eqn)
         if windows is not None:
-            outs = writer.trace(lambda values, eqn=eqn, windows=windows: windows(eqn, values), invars)
-            whole.update(zip(eqn.outvars, outs, strict=True))
+            # Back in the original shape: who reads the result may need the axes, and reshapes are free.
+            (out,) = windows(writer, eqn, invars)
+            whole[eqn.outvars[0]] = _reshape(writer, eqn, out, jaxprs.shape_of(eqn.outvars[0]))
         else:
             writer.take(eqn if is_kept else _smaller_inside(eqn), invars)
             whole.update((v, v) for v in eqn.outvars)
@@ -212,7 +212,7 @@ _RULES: dict[str, Rule] = {
 }
 
 
-def rule_for(eqn: core.JaxprEqn) -> Callable[[core.JaxprEqn, Sequence[Any]], list[Any]] | None:
+def _rule_of_windows(eqn: core.JaxprEqn) -> Rule | None:
     """The rule that takes axes of size one out of this equation's windows; None where there are none."""
     if eqn.primitive.name == "gather" and _of_gather(eqn)[0]:
         return _gathered
@@ -250,8 +250,8 @@ def _without(dims: Sequence[int], removed: Sequence[int]) -> tuple[int, ...]:
     return tuple(d - sum(r < d for r in removed) for d in dims if d not in removed)
 
 
-def _gathered(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
-    operand, indices = arguments
+def _gathered(writer: jaxprs.Writer, eqn: core.JaxprEqn, invars: Sequence[Any]) -> list[Any]:
+    operand, indices = invars
     n = eqn.params["dimension_numbers"]
     axes, places = _of_gather(eqn)
     numbers = jax.lax.GatherDimensionNumbers(
@@ -263,13 +263,13 @@ def _gathered(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
     )
     sizes = tuple(s for d, s in enumerate(eqn.params["slice_sizes"]) if d not in axes)
     params = {**eqn.params, "dimension_numbers": numbers, "slice_sizes": sizes}
-    # Back in the original shape: who reads the result may need the axes, and reshapes are free.
-    out = jaxprs.bind_with(eqn, [jnp.squeeze(operand, axes), indices], params)[0]
-    return [jnp.expand_dims(out, places)]
+    out = eqn.outvars[0].aval
+    small = jaxprs.of_shape(out, [size for d, size in enumerate(out.shape) if d not in places])
+    return writer.add(eqn, [_squeeze(writer, eqn, operand, tuple(axes)), indices], [small], params)
 
 
-def _scattered(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
-    operand, indices, updates = arguments
+def _scattered(writer: jaxprs.Writer, eqn: core.JaxprEqn, invars: Sequence[Any]) -> list[Any]:
+    operand, indices, updates = invars
     n = eqn.params["dimension_numbers"]
     axes, places = _of_scatter(eqn)
     numbers = jax.lax.ScatterDimensionNumbers(
@@ -279,6 +279,7 @@ def _scattered(eqn: core.JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
         operand_batching_dims=_without(n.operand_batching_dims, axes),
         scatter_indices_batching_dims=n.scatter_indices_batching_dims,
     )
-    arguments = [jnp.squeeze(operand, axes), indices, jnp.squeeze(updates, places)]
-    out = jaxprs.bind_with(eqn, arguments, {**eqn.params, "dimension_numbers": numbers})[0]
-    return [jnp.expand_dims(out, axes)]
+    operand = _squeeze(writer, eqn, operand, tuple(axes))
+    updates = _squeeze(writer, eqn, updates, tuple(places))
+    small = jaxprs.of_shape(eqn.outvars[0].aval, jaxprs.shape_of(operand))
+    return writer.add(eqn, [operand, indices, updates], [small], {**eqn.params, "dimension_numbers": numbers})
