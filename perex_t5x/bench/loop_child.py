@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -189,9 +188,10 @@ def main() -> None:
             bindings += ("utils.CheckpointConfig.save = None",)
             files = ("models/tiny.gin", "runs/pretrain.gin")
             ours(clock, folder, files, bindings, train_eval_dataset_cfg=None)
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    print(json.dumps({**clock.times, "peak_bytes": peak, "versions": versions}), file=answers, flush=True)
+    from perex_t5x.bench.turns import peak_resident_bytes
+
+    result = {**clock.times, "peak_bytes": peak_resident_bytes(), "versions": versions}
+    print(json.dumps(result), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,8 @@ def _versions(sections: Mapping[str, Any]) -> str:
 
 def _rounds(section: Mapping[str, Any]) -> list[str]:
     rounds = max(len(row["seconds"]) for row in section["rows"] if "seconds" in row)
-    return ["", f"{rounds} rounds, {section['date']}."]
+    quick = " At the smallest sizes (--quick): to try the command, no measurement." if section["quick"] else ""
+    return ["", f"{rounds} round{'s' * (rounds > 1)}, {section['date']}.{quick}"]
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------

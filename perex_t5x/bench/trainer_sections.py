@@ -23,7 +23,7 @@ _NOTHING, _JAX, _LIBRARIES = "python, nothing imported", "import jax", "import j
 
 def overhead(options: Options) -> Iterator[dict[str, Any]]:
     """The training loop and the bare one in one process, with the same compiled step's work: the framework's own cost."""
-    batch_size, steps = (8, 2) if options.quick else (_BATCH_SIZE, 8)
+    batch_size, steps = (8, 2) if options.quick else (_BATCH_SIZE, 12)
     bindings = (f"BATCH_SIZE={batch_size}", f"STEPS={steps}", f"ROUNDS={options.rounds}")
     command = [sys.executable, "-m", "perex_t5x.bench", "--gin_file=models/tiny.gin", "--gin_file=runs/bench.gin"]
     command += [f"--gin.{binding}" for binding in bindings]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import resource
 import statistics
-import sys
 import tempfile
 import time
 import uuid
@@ -20,7 +18,7 @@ from etils import epath
 
 from perex_t5x import arguments, gin_utils, loop, run_dir
 from perex_t5x.arguments import Interval, PositiveInt
-from perex_t5x.bench.turns import in_turns, temp_bytes
+from perex_t5x.bench.turns import in_turns, peak_resident_bytes, temp_bytes
 from perex_t5x.checkpoints import Checkpointer
 from perex_t5x.cli.progress import Progress
 from perex_t5x.data import lookup
@@ -249,5 +247,4 @@ def _peak_memory(device: Any) -> int:
     stats = device.memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peak_resident_bytes()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -33,3 +36,11 @@ def working_bytes(compiled: Any) -> int | None:
     """Memory that a compiled program needs besides its arguments, results included; None where not known."""
     memory = compiled.memory_analysis()
     return None if memory is None else int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has had."""
+    # What `getrusage` says begins with that of the process that started this one.
+    with contextlib.suppress(OSError, StopIteration), open("/proc/self/status", encoding="utf-8") as f:
+        return 1024 * int(next(line.split()[1] for line in f if line.startswith("VmHWM:")))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
