@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from perex_t5x.bench import in_turns, temp_bytes
+from perex_t5x.bench.turns import in_turns, temp_bytes
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.per_example import grad_statistics
 from perex_t5x.train import timed

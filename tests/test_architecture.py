@@ -63,7 +63,7 @@ ROOMS = (
         "quickstart",
         "chaos",
     ),
-    ("preflight", "experiments"),
+    ("preflight", "experiments", "bench.page"),
     ("launching",),
     ("__main__",),
 )

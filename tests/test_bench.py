@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from perex_t5x import bench, bench_engine, bench_zoo, zoo
+from perex_t5x.bench.turns import in_turns
 from perex_t5x.errors import ConfigError
 from tests import tiny
 
 
 def test_turns_alternate():
     order = []
-    times = bench.in_turns({name: lambda name=name: order.append(name) or len(order) for name in "ab"}, rounds=3)
+    times = in_turns({name: lambda name=name: order.append(name) or len(order) for name in "ab"}, rounds=3)
     assert order == ["b", "a", "a", "b", "b", "a"]
     assert times == {"a": [2, 3, 6], "b": [1, 4, 5]}
 

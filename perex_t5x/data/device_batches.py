@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -107,7 +108,7 @@ class prefetch(Iterator):  # noqa: N801 (used like a function: `for step, batch 
         while not self._stop.is_set():
             try:
                 self._queue.put((kind, value), timeout=0.1)
-                return True
+                return not self._stop.is_set()
             except queue.Full:
                 continue
         return False
@@ -135,6 +136,9 @@ class prefetch(Iterator):  # noqa: N801 (used like a function: `for step, batch 
     def close(self) -> None:
         self._finished = True
         self._stop.set()
+        with contextlib.suppress(queue.Empty):  # makes room, so that a thread that waits for it ends at once
+            while True:
+                self._queue.get_nowait()
         self._thread.join()
 
     def __enter__(self) -> prefetch:

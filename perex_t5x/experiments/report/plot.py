@@ -266,7 +266,7 @@ def nearest_point(y: Json, fields: Sequence[tuple[str, str, str]], x: Json | Non
 # --- drawing: Vega-Lite, through vl-convert, which carries its scripts and draws without a browser --------------------
 
 
-_FIGURE = {
+FIGURE = {
     "background": "white",
     "font": "sans-serif",
     "view": {"stroke": None},
@@ -298,7 +298,7 @@ def write_figures(folder: str, plots: Sequence[Plot], groups: Sequence[Mapping[s
     try:
         as_path(folder).mkdir(parents=True, exist_ok=True)
         for plot in plots:
-            spec: dict[str, Any] = {**still(plot, groups), "config": _FIGURE}
+            spec: dict[str, Any] = {**still(plot, groups), "config": FIGURE}
             svg = converter().vegalite_to_svg(spec)
             for ending, content in (("svg", svg.encode()), ("png", converter().svg_to_png(svg, scale=3))):
                 written.append(os.path.join(folder, f"{plot.id}.{ending}"))

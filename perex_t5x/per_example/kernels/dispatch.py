@@ -14,7 +14,6 @@ from jax.sharding import AxisType, PartitionSpec
 
 from perex_t5x.per_example.engine import jaxprs, primitives, shard_map
 from perex_t5x.per_example.kernels import tiles
-from perex_t5x.per_example.kernels.matmul import rounded_to, sums_of_products
 from perex_t5x.per_example.reductions.reducer import at_least_f32
 
 if TYPE_CHECKING:
@@ -89,6 +88,9 @@ def _on_device(product: Product, operands: Any, over: tuple[str, ...]) -> tuple[
     dtype = jaxprs.dtype_of(product.eqn.outvars[0])
     tile = _tile(product, *matrix, initial is not None)
     assert tile is not None, "unsupported_reason has asked for one, with sums to add to, which take more memory"
+    # Here, since to import Pallas takes as long as to import all of the engine, and no CPU needs it.
+    from perex_t5x.per_example.kernels.matmul import sums_of_products
+
     sums, squares = sums_of_products(
         s_NxTxI,
         r_NxTxJ,
@@ -208,6 +210,6 @@ def _matrix(product: Product) -> tuple[int, int]:
 
 
 def _tile(product: Product, rows: int, columns: int, has_initial: bool) -> tiles.Tile | None:
-    itemsize = rounded_to(product.left.dtype, product.eqn.params["precision"]).itemsize
+    itemsize = tiles.rounded_to(product.left.dtype, product.eqn.params["precision"]).itemsize
     num_sums = len(product.context.statistics)
     return tiles.choose(rows, columns, product.length, itemsize, num_sums, has_initial, tiles.device_kind())

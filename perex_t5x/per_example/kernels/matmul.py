@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from perex_t5x.per_example.kernels.tiles import LANES, Tile, padded_length
+from perex_t5x.per_example.kernels.tiles import LANES, Tile, padded_length, rounded_to
 
 _SUBLANES = 8
 NAME = "per_example_products"  # in compiled programs and profiles
@@ -110,17 +110,6 @@ def sums_of_products(
         cost_estimate=_cost(s_NxTxI, r_NxTxJ, grid, num_sums, bool(initial)),
     )(*scalars, s_NxTxI, r_NxTxJ, *initial)
     return list(out[:num_sums]), jnp.sum(out[-1], axis=(0, 1, 3, 4)) if norms else None
-
-
-def rounded_to(dtype: Any, precision: Any) -> Any:
-    """To what a TPU's matrix units round the factors of a product: at default precision, float32 to bfloat16.
-
-    >>> rounded_to(jnp.dtype("float32"), None), rounded_to(jnp.dtype("float32"), jax.lax.Precision.HIGHEST)
-    (dtype(bfloat16), dtype('float32'))
-    """
-    pair = precision if isinstance(precision, tuple) else (precision, precision)
-    is_default = all(p is None or p == jax.lax.Precision.DEFAULT for p in pair)
-    return jnp.dtype(jnp.bfloat16) if is_default and dtype == jnp.float32 else dtype
 
 
 def _cost(s_NxTxI: jax.Array, r_NxTxJ: jax.Array, grid: tuple[int, ...], num_sums: int, adds: bool) -> pl.CostEstimate:

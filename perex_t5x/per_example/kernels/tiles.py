@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 LANES = 128
 _MIB = 2**20
@@ -134,3 +136,14 @@ def divisor(length: int, limit: int) -> int:
     if length <= limit:
         return length
     return max(d for d in range(LANES, limit + 1, LANES) if length % d == 0)
+
+
+def rounded_to(dtype: Any, precision: Any) -> Any:
+    """To what a TPU's matrix units round the factors of a product: at default precision, float32 to bfloat16.
+
+    >>> rounded_to(jnp.dtype("float32"), None), rounded_to(jnp.dtype("float32"), jax.lax.Precision.HIGHEST)
+    (dtype(bfloat16), dtype('float32'))
+    """
+    pair = precision if isinstance(precision, tuple) else (precision, precision)
+    is_default = all(p is None or p == jax.lax.Precision.DEFAULT for p in pair)
+    return jnp.dtype(jnp.bfloat16) if is_default and dtype == jnp.float32 else dtype

@@ -1,99 +1,16 @@
-"""Wall-clock time: a configuration beside a bare JAX loop, or the per-example engine beside its alternatives. JSON lines.
-
-    python -m perex_t5x.bench --gin_file=models/tiny.gin --gin_file=runs/bench.gin
-    python -m perex_t5x.bench --engine=scanned,unrolled --rounds=9
-    python -m perex_t5x.bench --zoo=all --table=zoo.md
-    python -m perex_t5x.bench --t5x=decoder_only,encoder_decoder
-
-The first times the training loop (feed, prefetching, metrics, log files, progress) and a bare JAX loop (the model's loss,
-`jax.grad`, the optimizer, batches already on the devices) on the same model, mesh and batches; each number is the median
-over the rounds. `framework_overhead` is the ratio of the two step times, minus one. For an optimizer that needs statistics
-of the examples' gradients the bare loop uses the plain gradient and `optax.adamw`, so the overhead includes their cost. The
-loop's folder is on local disk; with --gin.MODEL_DIR="'gs://...'" (or any other) a second loop writes there, and
-`storage_overhead` is the ratio of its step time to the first one's, minus one (the median of the rounds' ratios). What a
-round has left in the queue of metrics is written before the next one begins, and not timed: let a round take longer than the
-10 seconds after which a part of the metrics is uploaded. With --gin.SAVE_PERIOD=10 a further loop saves a checkpoint every
-ten steps; `saving_overhead` is the same ratio for it, of the times between steps: the end of a run, which waits for its last
-checkpoint, is not among them.
-
-The second times mean and mean square of a small model's per-example gradients, computed by a loop, `vmap`,
-`optax.microbatching.micro_grad` and the engine (`surgery`; with clip_norm `clipped`, in one backward pass, and `two
-passes`), beside the plain gradient. Every program runs all at once and at its own best microbatch size, the plain gradient
-too; times are ratios to it, with quartiles. Temporary memory is the compiler's. `trace` is the processor time of
-`jax.jit(program).trace`, the minimum over the rounds, caches cleared before each. A readable summary goes to stderr.
-
-The third does so for the losses of `perex_t5x.zoo` (or some: --zoo='weight_*,lstm'), with the least time of the rounds, and
-writes a table that marks the losses where `vmap` or `micro_grad` needs less time or memory than the engine.
-
-The fourth, where T5X is installed, does so for training steps of T5X's example models: with T5X's own trainer and adamw, and
-with ours (`perex_t5x.t5x_plugin`); times are ratios to the former, the median of the rounds' ratios.
-
-Whatever is compared takes turns in every round. Cycles on a TPU, without one: `python -m perex_t5x.preflight.overhead`.
-"""
+"""A configuration's training loop beside a bare JAX loop: `python -m perex_t5x.bench --gin_file=runs/bench.gin ...`"""
 
 from __future__ import annotations
-
-if __name__ == "__main__":
-    import sys
-
-    from perex_t5x import cli  # see perex_t5x/train.py
-    from perex_t5x.cli import flags as cli_flags
-
-    def define_flags() -> None:
-        from absl import flags
-
-        cli_flags.define_training_flags()
-        known = ("scanned", "unrolled", "mlp")  # `bench_engine.MODELS`, without importing JAX
-        flags.DEFINE_list("engine", None, f"Time the per-example engine on these models: some of {', '.join(known)}.")
-        flags.DEFINE_list(
-            "zoo", None, "Time the per-example engine on these losses of the zoo: names, patterns, or all."
-        )
-        flags.DEFINE_list("t5x", None, "Time training inside T5X on its decoder_only, encoder_decoder, or both.")
-        flags.DEFINE_string("table", None, "With --zoo: write the table into this Markdown file.")
-        flags.DEFINE_integer("rounds", 5, "With --engine, --zoo or --t5x: rounds in which all programs take turns.")
-        flags.DEFINE_list("microbatches", ["1", "4"], "With --engine: microbatch sizes to try, besides all at once.")
-        flags.DEFINE_integer("examples", 16, "With --engine or --t5x: examples of the batch.")
-        flags.DEFINE_integer("layers", 4, "With --engine or --t5x: layers.")
-
-    def main(args: Any) -> None:
-        def load() -> Callable[..., Any]:
-            from perex_t5x import bench
-
-            sys.modules["__main__"].benchmark = bench.benchmark  # where ported Gin files look for it
-            return bench.benchmark
-
-        if args.zoo is not None:
-            from perex_t5x.bench_zoo import benchmark_zoo
-
-            benchmark_zoo(args.zoo, args.rounds, args.table)
-            return
-        if args.t5x is not None:
-            from perex_t5x.bench_t5x import benchmark_t5x
-
-            benchmark_t5x(args.t5x, args.rounds, args.examples, args.layers)
-            return
-        if args.engine is None:
-            from perex_t5x.cli import gin_command
-
-            gin_command.call(load, args)
-            return
-        from perex_t5x.bench_engine import benchmark_engine
-
-        benchmark_engine(args.engine, args.rounds, args.microbatches, args.examples, args.layers)
-
-    cli.run(main, __doc__, flags=define_flags)
 
 import contextlib
 import functools
 import json
-import resource
 import statistics
-import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Annotated, Any
 
 import jax
 import optax
@@ -101,6 +18,7 @@ from etils import epath
 
 from perex_t5x import arguments, gin_utils, loop, run_dir
 from perex_t5x.arguments import Interval, PositiveInt
+from perex_t5x.bench.turns import in_turns, peak_resident_bytes, temp_bytes
 from perex_t5x.checkpoints import Checkpointer
 from perex_t5x.cli.progress import Progress
 from perex_t5x.data import lookup
@@ -112,25 +30,8 @@ from perex_t5x.train import Setup, timed
 from perex_t5x.trainer import Trainer, TrainState
 from perex_t5x.utils import DatasetConfig, SaveCheckpointConfig
 
-_Name = TypeVar("_Name")
-
-
-def in_turns(measures: Mapping[_Name, Callable[[], float]], rounds: int) -> dict[_Name, list[float]]:
-    """Calls every measure once per round; returns the rounds' values by name.
-
-    Whichever goes first may find a cooler machine, so the order alternates, too.
-
-    >>> in_turns({"a": lambda: 1.0, "b": lambda: 2.0}, rounds=2)
-    {'a': [1.0, 1.0], 'b': [2.0, 2.0]}
-    """
-    values: dict[_Name, list[float]] = {name: [] for name in measures}
-    for i in range(rounds):
-        for name in list(measures)[:: 1 if i % 2 else -1]:
-            values[name].append(measures[name]())
-    return values
-
-
-# --- training steps ---------------------------------------------------------------------------------------------------
+# Seconds of each round's steps.
+Rounds = Generator[float, None, None]
 
 
 def benchmark(
@@ -183,7 +84,7 @@ def benchmark(
         time.sleep(pause)
         return step_fn(*arguments)
 
-    def framework(parent: str | None, paces: list[float], saves: SaveCheckpointConfig | None = None) -> Iterator[float]:
+    def framework(parent: str | None, paces: list[float], saves: SaveCheckpointConfig | None = None) -> Rounds:
         state = setup.init(jax.random.key(0))
         return _framework_rounds(trainer, paused, feed, state, steps, parent, saves, paces)
 
@@ -272,7 +173,7 @@ def _framework_rounds(
     parent: str | None,
     saves: SaveCheckpointConfig | None,
     paces: list[float],
-) -> Iterator[float]:
+) -> Rounds:
     """Seconds of `steps` steps in the training loop, again and again; its folder is in `parent`.
 
     `paces` gets each round's seconds between the calls of two steps: the loop makes one when that before the last has ended.
@@ -313,7 +214,7 @@ def _framework_rounds(
             yield seconds
 
 
-def _bare_rounds(trainer: Trainer, feed: Any, state: TrainState, shardings: TrainState, steps: int) -> Iterator[float]:
+def _bare_rounds(trainer: Trainer, feed: Any, state: TrainState, shardings: TrainState, steps: int) -> Rounds:
     """Seconds of `steps` steps of what one would write without a framework, again and again."""
     model, sharding = trainer.model, trainer.partitioner.data_sharding
     batches = [feed.batch(i, {k: sharding for k in feed.element_spec}) for i in range(steps)]
@@ -341,16 +242,9 @@ def _bare_rounds(trainer: Trainer, feed: Any, state: TrainState, shardings: Trai
         yield time.monotonic() - begun
 
 
-def temp_bytes(compiled: Any) -> int | None:
-    """Memory that a compiled program needs besides its arguments and results; None where not known."""
-    memory = compiled.memory_analysis()
-    return None if memory is None else int(memory.temp_size_in_bytes)
-
-
 def _peak_memory(device: Any) -> int:
     """The device's own count where it keeps one, else this process's largest resident size."""
     stats = device.memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peak_resident_bytes()
