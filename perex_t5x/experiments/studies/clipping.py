@@ -12,10 +12,10 @@ from perex_t5x import optimizers
 from perex_t5x.experiments.report.intervals import Mean, mean_interval
 from perex_t5x.experiments.report.load import LoadedRun, RunSet
 from perex_t5x.experiments.studies import analysis
-from perex_t5x.experiments.studies.base import Finding, Stages, Study, arms, narrowed, tune
+from perex_t5x.experiments.studies.base import Finding, Pod, Stages, Study, arms, narrowed, tune
 from perex_t5x.experiments.sweep import Sweep
 
-FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0)  # of the best rate without clipping, at which everything is run
+FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0)  # of the best rate without clipping; all of them for what is clipped
 BEYOND = FACTORS[2:]
 GUESSING = math.log(256)  # the loss of a byte drawn blindly
 BATCH, EXAMPLE, DATA = "max_norm", "clip_norm", "mixture_or_task_name"  # how the axes' names end
@@ -43,8 +43,9 @@ def stages(sweep: Sweep, extensions: int) -> Stages:
     tuned = yield from tune(sweep, [arm for arm in clippings if not _norms(arm)], extensions)
     best = {_unclipped(t.arm): t.best for t in tuned}
     parts = []
-    for arm in clippings:
-        rates = [factor * best[_unclipped(arm)] for factor in FACTORS]
+    # What matters most comes first: interrupted, the study has compared something.
+    for arm in sorted(clippings, key=lambda a: (_data(a) != "text", EXAMPLE in _norms(a), BATCH in _norms(a))):
+        rates = [factor * best[_unclipped(arm)] for factor in (FACTORS if _norms(arm) else FACTORS[1:])]
         parts.append(narrowed(sweep, arm, rates, sweep.seeds))
     yield parts
 
@@ -61,6 +62,12 @@ def _norms(values: Mapping[str, Any]) -> dict[str, float]:
 
 def _unclipped(arm: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(value for axis, value in arm.items() if not axis.endswith((BATCH, EXAMPLE)))
+
+
+def _data(values: Mapping[str, Any]) -> str:
+    """'text' or 'outliers'."""
+    task = next((str(value) for axis, value in values.items() if axis.endswith(DATA)), "")
+    return "outliers" if task.endswith("outliers") else "text"
 
 
 # --- the analysis -----------------------------------------------------------------------------------------------------
@@ -84,8 +91,7 @@ def arm_of(run: LoadedRun) -> Arm:
     """
     kinds = {BATCH: "batch", EXAMPLE: "examples"}
     words = " and ".join(f"{kinds[end]} at {norm:g}" for end, norm in _norms(run.values).items())
-    task = next((str(value) for axis, value in run.values.items() if axis.endswith(DATA)), "")
-    return Arm("outliers" if task.endswith("outliers") else "text", str(run.optimizer), words)
+    return Arm(_data(run.values), str(run.optimizer), words)
 
 
 def capped(run: LoadedRun) -> float:
@@ -129,7 +135,9 @@ def _stability(by_arm: dict[Arm, list[LoadedRun]], plain: dict[Arm, float]) -> l
         lost = [run for runs_there in at[1:] for run in runs_there]
         share = sum(capped(run) >= GUESSING for run in lost) / len(lost) if lost else None
         means = [analysis.number(mean_interval([capped(r) for r in rs]).mean, 3) if rs else None for rs in at]
-        rows.append([*_words(arm), *means, analysis.number(share, 2), analysis.signed(change, 3) if arm.clipping else "–"])
+        rows.append(
+            [*_words(arm), *means, analysis.number(share, 2), analysis.signed(change, 3) if arm.clipping else "–"]
+        )
         if arm.clipping and change.count:
             kind = alike if not analysis.apart(change) else stable if change.mean < 0 else unstable
             kind.append(f"{arm.optimizer} on {arm.data}, {arm.clipping} ({change.mean:+.3f})")
@@ -211,7 +219,9 @@ def _sentence(text: str) -> str:
 # --- clipping of the batch gradient, in Gin ---------------------------------------------------------------------------
 
 
-def batch_clipped(learning_rate: Any, optimizer: Callable[..., Any] = optax.adamw, max_norm: float | None = None) -> Any:
+def batch_clipped(
+    learning_rate: Any, optimizer: Callable[..., Any] = optax.adamw, max_norm: float | None = None
+) -> Any:
     """An optimizer behind `optimizers.clip_by_global_norm`, for sweeps/batch_clip.gin; as it is where `max_norm` is None.
 
     >>> optimizers.needs_of(batch_clipped(0.1, optimizers.micro_adam, 1.0), 0.0)
@@ -232,4 +242,5 @@ STUDY = Study(
         "seeds = [0, 1, 2]",
     ],
     quick_gin=["TRAIN_STEPS = 60", "WARMUP_STEPS = 10", "EVAL_PERIOD = 30", "EVAL_STEPS = 8"],
+    pod=Pod(grid={"clipping.batch_clipped.max_norm": [None, 1.0], "trainer.Trainer.clip_norm": [None, 2.0]}),
 )

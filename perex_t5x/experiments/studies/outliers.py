@@ -1,7 +1,8 @@
 """A SeqIO task with outliers: the text of `python_stdlib_lm`, in which a share of the examples is no text.
 
-Half of the outliers are random bytes, half are one byte over and over; after some hundred steps of `models/nano.gin` their
-gradients are about 4 and 15 times as long as those of text. Its validation split has them, too: evaluate on `python_stdlib_lm`.
+Half of the outliers are random bytes, half are one byte over and over; to `models/nano.gin`, trained on text for hundreds of
+steps, their gradients are about 4 and 15 times as long as those of text. Its validation split has them, too, so runs are
+evaluated on `python_stdlib_lm`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 import seqio
 import tensorflow as tf
 
-from perex_t5x.data import tasks
+from perex_t5x.data import tasks  # noqa: F401  (it registers the text)
 
 TEXT, NAME = "python_stdlib_lm", "python_stdlib_outliers"
 SHARE = 1 / 64

@@ -13,7 +13,7 @@ import numpy as np
 from perex_t5x.experiments.report.intervals import mean_interval
 from perex_t5x.experiments.report.load import RunSet
 from perex_t5x.experiments.studies import analysis
-from perex_t5x.experiments.studies.base import Finding, Study, everything, notes, save
+from perex_t5x.experiments.studies.base import Finding, Pod, Study, everything, notes, save
 from perex_t5x.experiments.sweep import axes
 from perex_t5x.experiments.sweep.plan import Plan
 from perex_t5x.experiments.sweep.runs import Run
@@ -159,4 +159,7 @@ STUDY = Study(
     ],
     quick_gin=["TASK_FEATURE_LENGTHS = {'targets': 32}"],
     measure=measure,
+    pod=Pod(
+        grid={"Trainer.microbatch_size": [None]}, bindings={"TRAIN_STEPS": 300, "WARMUP_STEPS": 100, "EVAL_PERIOD": 300}
+    ),
 )
