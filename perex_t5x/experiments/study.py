@@ -112,26 +112,24 @@ def _write_pod(args: Any, study: Any) -> int:
     out = args.out or f"studies/{study.name}_{args.model}"
     sweep = pod.enlarged(study, Sweep.load(study.file, (), args.gin_search_paths), args.model)
     sweep = pod.overridden(sweep, args.sweep_bindings, args.gin_search_paths)
-    stage = pod.next_stage(
-        study,
-        sweep,
-        os.path.join(absolute(out), "results"),
-        4 if args.extensions is None else args.extensions,
-        gin_files=args.gin_file,
-        gin_bindings=args.gin_bindings,
-        search_paths=args.gin_search_paths,
-        flags=command.passed_on(args),
-    )
+    given = {
+        "gin_files": args.gin_file,
+        "gin_bindings": args.gin_bindings,
+        "search_paths": args.gin_search_paths,
+        "flags": command.passed_on(args),
+    }
+    extensions = 4 if args.extensions is None else args.extensions
+    stage = pod.next_stage(study, sweep, os.path.join(absolute(out), "results"), extensions, **given)
     if not stage.number:
         conclude(study, os.path.join(out, "results"))
         return 0
-    print(
-        f"{study.name} with {args.model}, stage {stage.number}: {len(stage.runs)} runs, {pod.words(stage, args.model)}"
-    )
+    whole = pod.all_runs(study, sweep, **given)
+    print(f"{study.name} with {args.model}, stage {stage.number}: {pod.words(stage.runs, args.model)}")
+    print(f"all stages, if every best rate lies in the middle of its grid: {pod.words(whole, args.model)}")
     if args.dry_run:
         print("dry run: nothing was written.")
         return 0
-    pod.write(study, stage, args.model, out)
+    pod.write(study, stage, whole, args.model, out)
     print(f"{out}/README.md  the commands, and how the chip-hours were counted")
     return 0
 

@@ -9,19 +9,20 @@ OUT/results         what is collected, from which the next stage is made
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from perex_t5x.errors import ConfigError
-from perex_t5x.experiments.studies.base import Study
+from perex_t5x.experiments.studies.base import Study, rate_axis, rates
 from perex_t5x.experiments.sweep import Sweep
 from perex_t5x.experiments.sweep.directory import Folder
-from perex_t5x.experiments.sweep.runs import Run
+from perex_t5x.experiments.sweep.runs import Result, Run
 from perex_t5x.files import check_path, write_atomically
 from perex_t5x.hardware.slices import Slice, chip_of_topology
 
@@ -61,6 +62,8 @@ class Target:
         return run.train_steps * seconds * slice_.chips / 3600
 
 
+# Made by python -m perex_t5x.preflight with each model's files, --gin_file=optimizers/micro_adam.gin, the mesh, rows of 1024 and
+# T5Config.remat_policy = 'minimal_with_context'; for 1_2b see docs/throughput.md, for 150m clipped docs/per_example.md.
 TARGETS = {
     "150m": Target(
         mesh="meshes/v5e_16.gin",
@@ -71,8 +74,9 @@ TARGETS = {
         learning_rate=0.001,
         rate_factors=(1 / 16, 1 / 8, 1 / 4, 1 / 2),
         rows=256,
-        cycles={PLAIN: 0.0, STATISTICS: 0.0, CLIPPED: 0.0},
-        counted="",
+        cycles={PLAIN: 233e6, STATISTICS: 261e6, CLIPPED: 462e6},
+        counted="""They are preflight's, by the compiler's estimates and the kernels' static schedules: compiled for this slice
+with adamw and with micro_adam; with clipped examples they are twice what 8 rows a chip took on v5e-256.""",
     ),
     "1_2b": Target(
         mesh="meshes/v5e_256.gin",
@@ -83,8 +87,10 @@ TARGETS = {
         learning_rate=0.0005,
         rate_factors=(1 / 32, 1 / 16, 1 / 8, 1 / 4),
         rows=2048,
-        cycles={PLAIN: 534e6, STATISTICS: 545e6, CLIPPED: 0.0},
-        counted="",
+        cycles={PLAIN: 534e6, STATISTICS: 545e6, CLIPPED: 966e6},
+        counted="""They are preflight's, by the compiler's estimates and the kernels' static schedules: compiled for this slice
+with adamw and with micro_adam (docs/throughput.md); clipped examples were not compiled, but are taken to cost as much more
+than statistics alone as for 150m.""",
     ),
 }
 
@@ -92,7 +98,7 @@ TARGETS = {
 def kind(run: Run) -> str:
     """What a run's step computes.
 
-    >>> from perex_t5x.experiments.sweep.runs import Run
+    >>> from perex_t5x.experiments.sweep.runs import Result, Run
     >>> kind(Run("a", {"optimizer": "optimizers/micro_adam.gin", "Trainer.clip_norm": 1.0}, (), (), (), 8, 0.1, 5, 0, 40))
     'statistics, examples clipped'
     """
@@ -176,51 +182,74 @@ def next_stage(study: Study, sweep: Sweep, folder: str, extensions: int, **given
     Configurations are not built here, as the model's vocabulary may be out of reach: the launchers' `check` does it.
     """
     sweep.plan(check=False, **given)  # the whole description, before anything of it
-    stages = study.stages(sweep, extensions)
-    parts, asked, runs, number = next(stages), [], {}, 0
+    known: dict[str, Result] = {}
+    for number, (parts, runs) in enumerate(_played(study, sweep, extensions, given, known), 1):
+        known |= Folder(folder).results([run.name for run in runs if run.name not in known])
+        if waiting := [run for run in runs if run.name not in known]:
+            return Stage(number, _union(sweep, parts), tuple(waiting), given)
+    return Stage(0, sweep)
+
+
+def all_runs(study: Study, sweep: Sweep, **given: Sequence[str]) -> list[Run]:
+    """Those of all stages, if every best rate lies in the middle of its grid."""
+    grid, axis = rates(sweep), rate_axis(sweep)
+    middle, runs = grid[len(grid) // 2], []
+    known: dict[str, Result] = {}
+    for _, runs in _played(study, sweep, 0, given, known):
+        for run in runs:
+            known[run.name] = Result(run.name, eval_loss=abs(math.log(run.values.get(axis, middle) / middle)))
+    return runs
+
+
+def _played(
+    study: Study, sweep: Sweep, extensions: int, given: Mapping[str, Any], known: Mapping[str, Result]
+) -> Iterator[tuple[list[Sweep], list[Run]]]:
+    """The sweeps and runs of all stages up to each; the caller adds their results to `known` before it asks for the next."""
+    stages, parts = study.stages(sweep, extensions), []
+    runs: dict[str, Run] = {}
+    new = next(stages)
     while True:
-        asked, number = [*asked, *parts], number + 1
-        for part in parts:
+        parts = [*parts, *new]
+        for part in new:
             for run in part.plan(check=False, **given).runs:
                 runs.setdefault(run.name, run)
-        results = Folder(folder).results(list(runs))
-        if waiting := [run for name, run in runs.items() if name not in results]:
-            return Stage(number, _union(sweep, asked), tuple(waiting), given)
+        yield parts, list(runs.values())
         try:
-            parts = stages.send([(run, results[name]) for name, run in runs.items()])
+            new = stages.send([(run, known[name]) for name, run in runs.items()])
         except StopIteration:
-            return Stage(0, _union(sweep, asked))
+            return
 
 
 def _union(sweep: Sweep, parts: Sequence[Sweep]) -> Sweep:
     """One sweep that has the runs of all parts, and others: the launchers choose by name."""
     changed: dict[str, Any] = {"seeds": sorted({seed for part in parts for seed in part.seeds})}
-    for rates in ("rate_factors", "learning_rates"):
-        if getattr(sweep, rates) is not None:
-            changed[rates] = sorted({rate for part in parts for rate in getattr(part, rates)})
+    for axis in ("rate_factors", "learning_rates"):
+        if getattr(sweep, axis) is not None:
+            changed[axis] = sorted({rate for part in parts for rate in getattr(part, axis)})
     return dataclasses.replace(sweep, **changed)
 
 
 # --- what it takes, and the files -------------------------------------------------------------------------------------
 
 
-def chip_hours(stage: Stage, model: str) -> dict[str, float]:
-    """Kind of step -> chip-hours of the stage's runs."""
+def chip_hours(runs: Sequence[Run], model: str) -> dict[str, float]:
+    """Kind of step -> chip-hours of these runs."""
     hours: dict[str, float] = {}
-    for run in stage.runs:
+    for run in runs:
         hours[kind(run)] = hours.get(kind(run), 0.0) + target_of(model).chip_hours(run)
     return hours
 
 
-def words(stage: Stage, model: str) -> str:
-    """What the stage takes, in one line."""
-    total, slice_ = sum(chip_hours(stage, model).values()), Slice.of(target_of(model).topology)
+def words(runs: Sequence[Run], model: str) -> str:
+    """What they take, in one line."""
+    total, slice_ = sum(chip_hours(runs, model).values()), Slice.of(target_of(model).topology)
     price = f", about ${total * slice_.price:,.0f} at ${slice_.price:g} per chip-hour" if slice_.price else ""
-    return f"at least {total:,.0f} chip-hours, {total / slice_.chips:,.1f} hours of {slice_.topology}{price}"
+    hours = f"{total:,.0f} chip-hours, {total / slice_.chips:,.1f} hours of {slice_.topology}"
+    return f"{len(runs)} runs, at least {hours}{price}"
 
 
-def write(study: Study, stage: Stage, model: str, out: str) -> None:
-    """Writes the stage's files into `out`."""
+def write(study: Study, stage: Stage, whole: Sequence[Run], model: str, out: str) -> None:
+    """Writes the stage's files into `out`; `whole` are the runs of all stages, as `all_runs` has them."""
     check_path(out, "--out")
     out = os.path.abspath(os.path.expanduser(out))
     file = os.path.join(out, f"{study.name}.gin")
@@ -238,7 +267,7 @@ def write(study: Study, stage: Stage, model: str, out: str) -> None:
         raise ConfigError(f"{broken!r}: a file of flags has one on each line. Put it into a --gin_file.")
     write_atomically(file, gin_text(stage.sweep, study.name, model))
     write_atomically(os.path.join(out, "stage.flags"), "\n".join(flags) + "\n")
-    write_atomically(os.path.join(out, "README.md"), _readme(study, stage, model, out))
+    write_atomically(os.path.join(out, "README.md"), _readme(study, stage, whole, model, out))
 
 
 def launch_name(study: str, model: str) -> str:
@@ -274,22 +303,23 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _readme(study: Study, stage: Stage, model: str, out: str) -> str:
+def _readme(study: Study, stage: Stage, whole: Sequence[Run], model: str, out: str) -> str:
     target, sweep = target_of(model), stage.sweep
-    table = [
-        f"| {name} | {sum(kind(run) == name for run in stage.runs)} | {target.cycles[name] / 1e6:,.0f} M | {hours:,.0f} |"
-        for name, hours in chip_hours(stage, model).items()
-    ]
+    table = []
+    for said, runs in ((f"stage {stage.number}", stage.runs), ("all", whole)):
+        for name, hours in chip_hours(runs, model).items():
+            count = sum(kind(run) == name for run in runs)
+            table.append(f"| {said} | {name} | {count} | {target.cycles[name] / 1e6:,.0f} M | {hours:,.0f} |")
     return _README.format(
         title=sweep.title,
         question=sweep.question,
         name=study.name,
         model=model,
         number=stage.number,
-        count=len(stage.runs),
         topology=target.topology,
         chips=Slice.of(target.topology).chips,
-        takes=words(stage, model),
+        takes=words(stage.runs, model),
+        all=words(whole, model),
         table="\n".join(table),
         rows=target.rows,
         counted=target.counted,
@@ -304,19 +334,21 @@ _README = """\
 
 {question}
 
-The study `{name}` with `models/{model}.gin` on {topology} ({chips} chips). Stage {number}: {count} runs. A study is run in
-stages: what a stage finds, such as the best rates, decides what the next one runs.
+The study `{name}` with `models/{model}.gin` on {topology} ({chips} chips). A study is run in stages:
+what a stage finds, such as the best rates, decides what the next one runs.
 
 ## What it takes
 
-Stage {number} takes {takes}:
+Stage {number}: {takes}.
+All stages, if every best rate lies in the middle of its grid: {all}.
 
-| step | runs | cycles | chip-hours |
-|---|---|---|---|
+| | step | runs | cycles | chip-hours |
+|---|---|---|---|---|
 {table}
 
 Steps times cycles at the chip's clock times chips. The cycles are those of a step of {rows} rows of 1024 tokens, and are
-taken to grow with the batch. {counted}
+taken to grow with the batch.
+{counted}
 
 It is a lower bound: collectives are taken to be hidden, and evaluation, monitoring, input, compiling and restarts come on
 top. `check`, below, compiles the steps of this very stage and says what they take.
