@@ -5,6 +5,10 @@
 
 A study is a sweep (sweeps/NAME.gin) and an analysis. --gin_file, --gin.X and --sweep.X change the runs and the sweep, as for
 `perex_t5x.experiments.sweep`. Started again, it resumes where it stopped. docs/studies.md says what each asks.
+
+    python -m perex_t5x.experiments.study sqrt_scaling --scale=pod --model=150m --out=sqrt_150m
+
+writes what the launchers need to run the study on a TPU slice, and the chip-hours that takes; it runs nothing.
 """
 
 from __future__ import annotations
@@ -38,6 +42,9 @@ def define_flags() -> None:
         None,
         "How often a grid of rates is extended whose best lies on its edge; default 4, with --quick 1.",
     )
+    flags.DEFINE_enum("scale", "here", ["here", "pod"], "Run it here; or write files that launch it on a TPU slice.")
+    flags.DEFINE_string("model", "150m", "With --scale=pod: a model that is known there, 150m or 1_2b.")
+    flags.DEFINE_string("out", None, "With --scale=pod: where the files are written; default studies/NAME_MODEL.")
 
 
 def main(args: Any, names: list[str]) -> int:
@@ -51,6 +58,8 @@ def main(args: Any, names: list[str]) -> int:
     study = studies.find(names[0])
     if args.extensions is not None and args.extensions < 0:
         raise ConfigError(f"--extensions={args.extensions}: must be at least 0.")
+    if args.scale == "pod":
+        return _write_pod(args, study)
     folder = args.dir or f"studies/{study.name}{'_quick' if args.quick else ''}"
     status = 0
     if not args.analyse_only:
@@ -89,6 +98,40 @@ def _run(args: Any, study: Any, folder: str) -> int:
         print(f"\n{e}", file=sys.stderr, flush=True)
         sys.exit(Reason.INTERRUPTED.exit_code)
     return Reason.ERROR.exit_code if any(r.status == FAILED and not r.final for r in results) else 0
+
+
+def _write_pod(args: Any, study: Any) -> int:
+    """The files of the next stage; once none is left, what was found."""
+    from perex_t5x.cli import gin_command
+    from perex_t5x.experiments.studies import pod
+
+    for name in ("quick", "dir", "analyse_only", "parallel"):
+        if getattr(args, name):
+            raise ConfigError(f"--{name} is not for --scale=pod, which runs nothing here. Its folder is --out.")
+    gin_command.load_training(args)
+    out = args.out or f"studies/{study.name}_{args.model}"
+    sweep = pod.enlarged(study, Sweep.load(study.file, (), args.gin_search_paths), args.model)
+    sweep = pod.overridden(sweep, args.sweep_bindings, args.gin_search_paths)
+    given = {
+        "gin_files": args.gin_file,
+        "gin_bindings": args.gin_bindings,
+        "search_paths": args.gin_search_paths,
+        "flags": command.passed_on(args),
+    }
+    extensions = 4 if args.extensions is None else args.extensions
+    stage = pod.next_stage(study, sweep, os.path.join(absolute(out), "results"), extensions, **given)
+    if not stage.number:
+        conclude(study, os.path.join(out, "results"))
+        return 0
+    whole = pod.all_runs(study, sweep, **given)
+    print(f"{study.name} with {args.model}, stage {stage.number}: {pod.words(stage.runs, args.model)}")
+    print(f"all stages, if every best rate lies in the middle of its grid: {pod.words(whole, args.model)}")
+    if args.dry_run:
+        print("dry run: nothing was written.")
+        return 0
+    pod.write(study, stage, whole, args.model, out)
+    print(f"{out}/README.md  the commands, and how the chip-hours were counted")
+    return 0
 
 
 def conclude(study: Any, folder: str) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from perex_t5x.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from perex_t5x.experiments.studies.base import Study
 
-NAMES = ("sign_placement", "preconditioner", "sqrt_scaling", "noise_scale", "overhead")
+NAMES = ("sign_placement", "preconditioner", "clipping", "sqrt_scaling", "noise_scale", "overhead")
 
 
 def find(name: str) -> Study:

@@ -27,6 +27,21 @@ Stages = Generator[list[Sweep], Outcomes, None]  # sweeps to run together; what 
 
 
 @dataclasses.dataclass(frozen=True)
+class Pod:
+    """What a study changes in its sweep at the size of a pod, besides model, mesh and data: see `studies.pod`.
+
+    Attributes:
+      batch_sizes: in place of the sweep's, as multiples of the model's batch.
+      grid: in place of the sweep's; None: it stays.
+      bindings: of the runs.
+    """
+
+    batch_sizes: Sequence[float] = (1.0,)
+    grid: Mapping[str, Sequence[Any]] | None = None
+    bindings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class Study:
     """A question, how it is asked, and how the answer is read.
 
@@ -37,6 +52,7 @@ class Study:
       quick: fields of the sweep for --quick, as on the command line: 'seeds = [0, 1]'.
       quick_gin: bindings of the runs for --quick.
       measure: what else is measured once the runs are done, for instance times; writes into the folder.
+      pod: for --scale=pod.
     """
 
     name: str
@@ -45,6 +61,7 @@ class Study:
     quick: Sequence[str] = ()
     quick_gin: Sequence[str] = ()
     measure: Callable[[Plan, str, bool], None] | None = None
+    pod: Pod = Pod()
 
     @property
     def file(self) -> str:

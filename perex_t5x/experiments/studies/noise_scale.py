@@ -10,7 +10,7 @@ from perex_t5x.experiments.report import intervals
 from perex_t5x.experiments.report.intervals import Mean
 from perex_t5x.experiments.report.load import LoadedRun, RunSet
 from perex_t5x.experiments.studies import analysis
-from perex_t5x.experiments.studies.base import Finding, Study, everything
+from perex_t5x.experiments.studies.base import Finding, Pod, Study, everything
 
 PREFIX = "noise_scale_smoothed/"
 SHARES = (0.05, 0.2, 0.5, 1.0)  # of the run, at which the scale is read
@@ -90,4 +90,5 @@ STUDY = Study(
     analyse,
     quick=["seeds = [0, 1, 2]"],
     quick_gin=["TRAIN_STEPS = 160", "WARMUP_STEPS = 16", "EVAL_PERIOD = 80", "EVAL_STEPS = 8", "MONITOR_PERIOD = 8"],
+    pod=Pod(batch_sizes=[1.0, 4.0], bindings={"MONITOR_PERIOD": 50}),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -13,10 +14,11 @@ import numpy as np
 from perex_t5x.experiments.report.intervals import mean_interval
 from perex_t5x.experiments.report.load import RunSet
 from perex_t5x.experiments.studies import analysis
-from perex_t5x.experiments.studies.base import Finding, Study, everything, notes, save
+from perex_t5x.experiments.studies.base import Finding, Pod, Study, everything, notes, save
 from perex_t5x.experiments.sweep import axes
 from perex_t5x.experiments.sweep.plan import Plan
 from perex_t5x.experiments.sweep.runs import Run
+from perex_t5x.metrics import read_text
 
 FILE = "overhead.json"
 _PAPER = "For a transformer of 1.2 billion parameters about 17 % more compute, and no increase of peak memory."
@@ -98,10 +100,30 @@ class _Step:
 # --- findings ---------------------------------------------------------------------------------------------------------
 
 
+_IN_TURNS = (
+    "turns, in which all configurations are timed one after another; memory is what the compiled step needs besides its"
+)
+_LOGGED = "of the runs' log periods, one run after another: only a machine with no other work is as fast in all of them"
+
+
 def analyse(folder: RunSet, path: str) -> list[Finding]:
-    del folder
-    models = _entries(notes(path, FILE)).items()
-    return [_finding(model, entries) for model, entries in models if "adamw" in entries and len(entries) > 1]
+    known, how = notes(path, FILE), f"{_IN_TURNS} arguments and results"
+    if not known:  # runs of processes of their own, such as a pod's
+        known, how = _logged(folder, path), _LOGGED
+    models = _entries(known).items()
+    return [_finding(model, entries, how) for model, entries in models if "adamw" in entries and len(entries) > 1]
+
+
+def _logged(folder: RunSet, path: str) -> dict[str, Any]:
+    """What `time_steps` returns, from the steps per second that finished runs have logged."""
+    known = {}
+    for run in folder.runs if folder else ():
+        rows = [json.loads(line) for line in read_text(os.path.join(path, "runs", run.name)).splitlines()]
+        rates = [row["timing/steps_per_second"] for row in rows if row.get("timing/steps_per_second")]
+        if run.finished and rates:
+            values = {**run.values, "optimizer": run.optimizer}
+            known[run.name] = {"seconds": [1 / rate for rate in rates], "temp_bytes": None, "values": values}
+    return known
 
 
 def _entries(known: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -125,11 +147,12 @@ def _more(values: dict[str, Any]) -> list[str]:
     return [f"{axis.rpartition('.')[2]} {value}" for axis, value in others.items()]
 
 
-def _finding(model: str, entries: dict[str, dict[str, Any]]) -> Finding:
+def _finding(model: str, entries: dict[str, dict[str, Any]], how: str) -> Finding:
     rows, texts, plain = [], [], entries["adamw"]
-    base = np.asarray(plain["seconds"])
+    count = min(len(entry["seconds"]) for entry in entries.values())
+    base = np.asarray(plain["seconds"][:count])
     for label, entry in entries.items():
-        ratios = np.asarray(entry["seconds"]) / base
+        ratios = np.asarray(entry["seconds"][:count]) / base
         low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
         mean = mean_interval(ratios.tolist())
         memory = entry["temp_bytes"] / plain["temp_bytes"] if entry["temp_bytes"] and plain["temp_bytes"] else None
@@ -141,9 +164,7 @@ def _finding(model: str, entries: dict[str, dict[str, Any]]) -> Finding:
             more = "" if memory is None else f", {memory:.2f} the memory"
             texts.append(f"{label} {middle:.2f} times the time{more}")
     text = (
-        f"{model}: a step, compared with adamw's on the plain gradient: {'; '.join(texts)}. Medians over {len(base)} turns, "
-        "in which all configurations are timed one after another; memory is what the compiled step needs besides its "
-        "arguments and results."
+        f"{model}: a step, compared with adamw's on the plain gradient: {'; '.join(texts)}. Medians over {count} {how}."
     )
     columns = ["step", "ms", "times adamw", "quartiles", "interval of the mean", "memory, MiB", "times adamw"]
     return analysis.finding(f"The price of statistics, {model}", text, columns, rows, paper=_PAPER)
@@ -159,4 +180,8 @@ STUDY = Study(
     ],
     quick_gin=["TASK_FEATURE_LENGTHS = {'targets': 32}"],
     measure=measure,
+    pod=Pod(
+        grid={"Trainer.microbatch_size": [None]},
+        bindings={"TRAIN_STEPS": 2000, "WARMUP_STEPS": 500, "EVAL_PERIOD": 2000},
+    ),
 )

@@ -9,7 +9,7 @@ from typing import Any
 from perex_t5x.experiments.report.intervals import mean_interval
 from perex_t5x.experiments.report.load import LoadedRun, RunSet
 from perex_t5x.experiments.studies import analysis
-from perex_t5x.experiments.studies.base import Finding, Study, tune_then_run
+from perex_t5x.experiments.studies.base import Finding, Pod, Study, tune_then_run
 from perex_t5x.optimizers import descend, scale_by_moments
 from perex_t5x.optimizers.base import Mask, StatisticsTransformation
 
@@ -187,4 +187,5 @@ STUDY = Study(
         "seeds = [0, 1, 2]",
     ],
     quick_gin=["TRAIN_STEPS = 60", "WARMUP_STEPS = 10", "EVAL_PERIOD = 30", "EVAL_STEPS = 8"],
+    pod=Pod(grid={}),
 )

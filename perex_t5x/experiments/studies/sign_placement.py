@@ -19,7 +19,7 @@ from perex_t5x.cli.progress import Progress
 from perex_t5x.experiments.report.intervals import Mean
 from perex_t5x.experiments.report.load import LoadedRun, RunSet
 from perex_t5x.experiments.studies import analysis
-from perex_t5x.experiments.studies.base import Finding, Study, notes, save, tune_then_run
+from perex_t5x.experiments.studies.base import Finding, Pod, Study, notes, save, tune_then_run
 from perex_t5x.experiments.studies.noise_scale import over_seeds
 from perex_t5x.experiments.sweep.plan import Plan
 from perex_t5x.experiments.sweep.runs import Run
@@ -293,4 +293,5 @@ STUDY = Study(
     quick=["batch_sizes = [16]", "rate_factors = [1.0, 2.0, 4.0]", "seeds = [0, 1, 2]"],
     quick_gin=["TRAIN_STEPS = 40", "WARMUP_STEPS = 8", "EVAL_PERIOD = 20", "EVAL_STEPS = 8", "MONITOR_PERIOD = 8"],
     measure=measure,
+    pod=Pod(batch_sizes=[0.5, 4.0], bindings={"MONITOR_PERIOD": 500}),
 )

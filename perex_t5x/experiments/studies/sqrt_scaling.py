@@ -18,7 +18,7 @@ from perex_t5x.experiments.report.collapse import panels as collapse_panels
 from perex_t5x.experiments.report.intervals import Mean
 from perex_t5x.experiments.report.load import LoadedRun, RunSet
 from perex_t5x.experiments.studies import analysis
-from perex_t5x.experiments.studies.base import Finding, Stages, Study, arms, narrowed, tune
+from perex_t5x.experiments.studies.base import Finding, Pod, Stages, Study, arms, narrowed, tune
 from perex_t5x.experiments.sweep import Sweep, axes
 
 _PAPER = (
@@ -241,4 +241,5 @@ STUDY = Study(
         "seeds = [0, 1, 2]",
     ],
     quick_gin=["TRAIN_STEPS = 128", "WARMUP_STEPS = 16", "EVAL_PERIOD = 16", "EVAL_STEPS = 8"],
+    pod=Pod(batch_sizes=[0.5, 1.0, 2.0, 4.0]),
 )
