@@ -22,6 +22,7 @@ from perex_t5x.models.remat import named
 from perex_t5x.models.rotary import Rotary
 from perex_t5x.models.rotary import apply as apply_rotary
 from perex_t5x.partitioning import constrain
+from perex_t5x.per_example.kernels.dispatch import for_tpu
 
 
 @struct.dataclass
@@ -147,10 +148,12 @@ class MultiHeadAttention(nn.Module):
         return constrain(self.query(x_BxTxD), ("batch", "length", "heads", "kv"))
 
     def _attend(self, query, key, value, mask, bias, is_causal) -> jax.Array:
-        scale = self._scale
-        if self.config.compute_dtype == jnp.float64:
-            y_BxTxNxH = attend_in_double(query, key, value, mask, bias, is_causal, scale)
-        else:  # softmax is float32 inside, whatever the compute dtype
+        cfg, scale = self.config, self._scale
+        # JAX's has an axis for groups of heads even where there are none, around which XLA copies on CPUs; and its softmax
+        # is float32, whatever the compute dtype.
+        if cfg.compute_dtype == jnp.float64 or (cfg.kv_heads == cfg.num_heads and not for_tpu()):
+            y_BxTxNxH = attend(query, key, value, mask, bias, is_causal, scale)
+        else:
             y_BxTxNxH = jax.nn.dot_product_attention(
                 query, key, value, bias=bias, mask=mask, is_causal=is_causal, scale=scale
             )
@@ -165,19 +168,25 @@ class MultiHeadAttention(nn.Module):
         return splash.query_scale(self._scale, self.config)
 
 
-def attend_in_double(query_BxTxNxH, key_BxSxKxH, value_BxSxKxH, mask, bias, is_causal, scale) -> jax.Array:
-    """softmax(Q Kᵀ · scale + bias, where mask) V in float64, which `jax.nn.dot_product_attention` computes in float32."""
+def attend(query_BxTxNxH, key_BxSxKxH, value_BxSxKxH, mask, bias, is_causal, scale) -> jax.Array:
+    """softmax(Q Kᵀ · scale + bias, where mask) V, with the softmax in the dtype of the query, but at least float32."""
+    wide = jnp.promote_types(query_BxTxNxH.dtype, jnp.float32)
     groups = query_BxTxNxH.shape[2] // key_BxSxKxH.shape[2]
-    key, value = (jnp.repeat(x, groups, axis=2) for x in (key_BxSxKxH, value_BxSxKxH))
-    logits_BxNxTxS = jnp.einsum("BTNH,BSNH->BNTS", query_BxTxNxH, key) * scale
+    key, value = key_BxSxKxH, value_BxSxKxH
+    if groups > 1:
+        key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
+    logits_BxNxTxS = jnp.einsum("BTNH,BSNH->BNTS", query_BxTxNxH, key, preferred_element_type=wide)
+    if scale != 1.0:
+        logits_BxNxTxS *= scale
     if bias is not None:
         logits_BxNxTxS += bias
     if is_causal:
-        causal_TxS = jnp.tril(jnp.ones(logits_BxNxTxS.shape[-2:], bool))[None, None]
-        mask = causal_TxS if mask is None else mask & causal_TxS
+        causal_1x1xTxS = causal_mask(logits_BxNxTxS.shape[-1])
+        mask = causal_1x1xTxS if mask is None else mask & causal_1x1xTxS
     if mask is not None:
-        logits_BxNxTxS = jnp.where(mask, logits_BxNxTxS, jnp.finfo(logits_BxNxTxS.dtype).min / 2)
-    return jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(logits_BxNxTxS, axis=-1), value)
+        logits_BxNxTxS = jnp.where(mask, logits_BxNxTxS, jnp.finfo(wide).min / 2)
+    probs_BxNxTxS = jax.nn.softmax(logits_BxNxTxS, axis=-1).astype(value.dtype)
+    return jnp.einsum("BNTS,BSNH->BTNH", probs_BxNxTxS, value)
 
 
 # --- masks -------------------------------------------------------------------------------------------------------------

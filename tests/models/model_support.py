@@ -10,7 +10,7 @@ import numpy as np
 from flax import linen as nn
 
 from perex_t5x import models
-from perex_t5x.models import layers, rotary
+from perex_t5x.models import attention, layers, rotary
 
 VOCAB = 24
 EOS = 1
@@ -65,7 +65,7 @@ def encoder_decoder(loss_normalizing_factor="NUM_REAL_TARGET_TOKENS", z_loss=0.0
 
 def as_for_tpu(monkeypatch) -> None:
     """Has layers take the forms that they take in programs for TPUs; the same functions, which a CPU computes, too."""
-    for module in (layers, rotary):
+    for module in (attention, layers, rotary):
         monkeypatch.setattr(module, "for_tpu", lambda: True)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from perex_t5x.models.attention import LayerContext, MultiHeadAttention, attend_in_double
+from perex_t5x.models.attention import LayerContext, MultiHeadAttention, attend
 from tests.models.model_support import batch, config, decoder_only, encoder_decoder, logits, params
 
 ROWS, LENGTH, KEYS, HEADS, WIDTH = 3, 6, 7, 4, 8
@@ -67,8 +67,10 @@ def by_numpy(query, key, value, mask, bias, is_causal, scale):
 
 
 def in_double(arguments):
-    attend = jax.jit(attend_in_double, static_argnames=("is_causal", "scale"))
-    return attend(*(None if x is None else jnp.asarray(x) for x in list(arguments.values())[:5]), **settings(arguments))
+    computed = jax.jit(attend, static_argnames=("is_causal", "scale"))
+    return computed(
+        *(None if x is None else jnp.asarray(x) for x in list(arguments.values())[:5]), **settings(arguments)
+    )
 
 
 def settings(arguments):
@@ -107,7 +109,7 @@ def test_the_gradient_is_double_too():
         def along(step):
             moved = arguments["query"] + step * direction
             fixed = (arguments["key"], arguments["value"], arguments["mask"], arguments["bias"], False, 1.0)
-            return jnp.sum(attend_in_double(moved, *fixed) ** 2)
+            return jnp.sum(attend(moved, *fixed) ** 2)
 
         step = 1e-4
         slope = (along(step) - along(-step)) / (2 * step)

@@ -13,7 +13,7 @@ from perex_t5x import models, optimizers, partitioning, per_example
 from perex_t5x.errors import ConfigError
 from perex_t5x.hardware.devices import tpu_devices
 from perex_t5x.models import attention_kernels, rotary, splash
-from perex_t5x.models.attention import attend_in_double
+from perex_t5x.models.attention import attend
 from perex_t5x.partitioning import PjitPartitioner, standard_logical_axis_rules
 from perex_t5x.preflight.step import compile_lowered
 from perex_t5x.trainer import Trainer
@@ -60,7 +60,7 @@ def by_kernels(query, key, value, ids_BxT, tables, cfg):
 def exactly(query, key, value, ids_BxT, tables):
     mask = None if ids_BxT is None else (ids_BxT[:, :, None] == ids_BxT[:, None, :])[:, None]
     query, key = rotary.apply(query, tables), rotary.apply(key, tables)
-    return attend_in_double(query, key, value, mask, None, True, SCALE)
+    return attend(query, key, value, mask, None, True, SCALE)
 
 
 def with_gradients(function, arrays, *others):
