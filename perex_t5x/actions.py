@@ -138,7 +138,7 @@ class TerminateOnNanAction(BaseAction):
         return True
 
 
-ActionMap = Mapping[str, Sequence[BaseAction]]
+ActionMap = Mapping[str | ActionMode, Sequence[BaseAction]]
 
 
 class Actions:

@@ -205,14 +205,18 @@ class Trainer:
         with optimizers.surroundings(self._boxed_params):
             return optimizers.needs_of(self.model.optimizer_def, params)
 
+    def privacy(self, params: Any) -> optimizers.Privacy | None:
+        """What a private optimizer asks for; `params` may be shapes."""
+        with optimizers.surroundings(self._boxed_params):
+            return optimizers.privacy_of(self.model.optimizer_def, params)
+
     def has_plain_gradient(self, params: Any) -> bool:
         """Whether the mean is all that is asked for, so that examples need not be told apart; `params` may be shapes."""
         return _is_plain(self.needs(params), self.gradient_options(params))
 
     def gradient_options(self, params: Any) -> GradientOptions:
         """`options`, with what a private optimizer (`optimizers.dp`) asks for; `params` may be shapes."""
-        with optimizers.surroundings(self._boxed_params):
-            privacy = optimizers.privacy_of(self.model.optimizer_def, params)
+        privacy = self.privacy(params)
         return self.options if privacy is None else self.options.private(privacy.clip_norm)
 
     def monitor_step(self, state: TrainState, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
@@ -426,7 +430,7 @@ class Trainer:
                     f"{statistic.name!r} is not declared as one. Use Trainer.unit = 'example', or declare it with "
                     "per_example.Statistic(..., factorable=True) if it is."
                 )
-        self._check_privacy(optimizers.privacy_of(self.model.optimizer_def, shapes.params), batch_size)
+        self._check_privacy(self.privacy(shapes.params), batch_size)
         if batch_size // self.options.group_size > 1:
             return
         where = f"BATCH_SIZE = {batch_size}"

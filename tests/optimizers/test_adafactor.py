@@ -9,6 +9,7 @@ import pytest
 from perex_t5x import optimizers
 from perex_t5x.errors import ConfigError
 from perex_t5x.optimizers import adafactor
+from tests import tiny, trainer_support
 from tests.optimizers import optimizer_support
 
 AXES = {
@@ -230,6 +231,26 @@ def test_each_layer_of_a_stack_is_its_own_parameter():
     together = step({"w": stack}, {"w": g}, {"w": ("layers", "embed", "mlp")})["w"]
     alone = [step({"w": stack[i]}, {"w": g[i]}, {"w": ("embed", "mlp")})["w"] for i in range(2)]
     np.testing.assert_allclose(together, jnp.stack(alone), rtol=1e-6)
+
+
+def test_the_trainer_tells_the_axes_of_scanned_layers():
+    rules = {"logical_factor_rules": adafactor.standard_logical_factor_rules(), "beta1": 0.9}
+    trainer = trainer_support.make_trainer(
+        lambda learning_rate: adafactor.Adafactor(learning_rate, **rules),
+        "models.T5Config.scan_layers = True",
+        "models.T5Config.num_decoder_layers = 2",
+        mesh=(2, 2),
+    )
+    batch = tiny.random_batch(trainer_support.BATCH)
+    shapes, shardings, _ = trainer.abstract_state({k: v.shape for k, v in batch.items()})
+    kernel = shapes.params["decoder"]["layers"]["mlp"]["wi_0"]["kernel"]
+    assert kernel.shape == (2, 32, 64)
+    row, column, m = (
+        getattr(shapes.opt_state, field)["decoder"]["layers"]["mlp"]["wi_0"]["kernel"]
+        for field in ("v_row", "v_col", "m")
+    )
+    assert (row.shape, column.shape, m.shape) == ((2, 32), (2, 64), (2, 32, 64))
+    assert shardings.opt_state.m == shardings.params  # as `v` of what is not factored
 
 
 def test_adafactor_is_that_of_optax_where_it_is_the_same_function():

@@ -24,7 +24,7 @@ def test_the_code_runs():
             exec(code, names)
             losses.append(float(names["loss"]))
     first = names["loss_fn"]({"w": jnp.full((4, 8), 0.1), "v": jnp.full((8, 1), 0.1)}, names["batch"])
-    assert len(losses) == 5 and losses[0] < 0.5 * float(first)
+    assert len(losses) == 6 and losses[0] < 0.5 * float(first)
     assert set(optimizers.logged(names["msq_state"])) == {"floored_share"}
 
 
