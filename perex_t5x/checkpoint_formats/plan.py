@@ -111,7 +111,7 @@ def make_plan(contents: Contents, options: Options) -> Plan:
 
 def _words(item: _Item, name: str) -> str:
     done = [word for word in item.done if item.done.count(word) % 2 or word != "transposed"]
-    if item.sources != (name,) and not any(word.startswith(("stacked", "split")) for word in done):
+    if item.sources not in ((), (name,)) and not any(word.startswith(("stacked", "split")) for word in done):
         done.insert(0, "renamed")
     return ", ".join(dict.fromkeys(done)) or "kept"
 
