@@ -92,8 +92,11 @@ def checkpoint_paths(path: str, mode: str) -> list[str]:
     binding = f"RestoreCheckpointConfig.path = {path!r}"
     if not folder.exists():
         raise ConfigError(f"{binding}: this path does not exist.")
-    if legacy_file(path) or safetensors_files.is_here(path):
+    if safetensors_files.is_here(path):
         return [os.fspath(folder)]
+    if file := legacy_file(path):
+        named = file.endswith("/checkpoint")  # T5X takes the path of the file, too
+        return [os.path.dirname(file) if named else file]
     if mode == "specific" or (folder / "state").exists():
         if not (folder / "state").exists():
             inside = whole(os.fspath(folder))

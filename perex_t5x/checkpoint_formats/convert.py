@@ -137,9 +137,11 @@ def _explained(target: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as e:
+        # TensorStore's and Orbax's errors are no OSErrors.
+        full = next((words for words in ("No space left on device", "Disk quota exceeded") if words in str(e)), None)
+        if full or is_full_disk(e):
+            raise NoSpaceError(f"cannot write {target}: {full or first_line(e)}. Nothing is left of it.") from e
         message = f"cannot write {target}: {first_line(e)[:300]}. Nothing is left of it."
-        if is_full_disk(e) or "No space left on device" in str(e) or "Disk quota exceeded" in str(e):
-            raise NoSpaceError(message) from e
         if isinstance(e, MemoryError) or not isinstance(e, OSError | ValueError):
             raise
         raise writing_failed(message, e) from e

@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from perex_t5x import checksums, files
 from perex_t5x.checkpoint_files import RECORDED
 from perex_t5x.checkpoint_formats import leaves as leaves_lib
@@ -50,12 +52,19 @@ def read(path: str) -> Contents:
 
 def write(folder: str, leaves: Iterable[Leaf], empty: Mapping[str, Any]) -> None:
     """Writes a checkpoint into a local folder that is not there. All leaves are in memory at once: Orbax takes a tree."""
+    import jax
     import orbax.checkpoint as ocp
     from flax import traverse_util
 
+    from perex_t5x import saving  # noqa: F401 (once imported, it hides what Orbax's threads print of a write that fails)
+
     flat = {leaf.name: leaf.read() for leaf in leaves}
     tree = traverse_util.unflatten_dict({**flat, **empty}, sep="/")
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+    # Nobody changes these arrays while they are written: there is no need of copies.
+    handler = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+    registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, handler), (jax.Array, ocp.ArrayHandler()))
+    state = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=state)) as checkpointer:
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(tree))
         checkpointer.save(os.path.abspath(folder), args=args, custom_metadata=RECORDED)
     with open(os.path.join(folder, "commit_success.txt"), "w", encoding="utf-8"):

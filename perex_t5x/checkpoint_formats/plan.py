@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from perex_t5x import files
 from perex_t5x.checkpoint_formats import heads, hugging_face, layers, optimizer_states
 from perex_t5x.checkpoint_formats import leaves as leaves_lib
 from perex_t5x.checkpoint_formats.leaves import Contents, Leaf
@@ -97,6 +98,8 @@ class _Item:
 def make_plan(contents: Contents, options: Options) -> Plan:
     """Raises `ConfigError` for what cannot be converted; reads no arrays."""
     items, dropped, notes = _under_t5x_names(contents, options)
+    if contents.format == "orbax" and (files.as_path(contents.path) / "run").exists():
+        notes.append("the run's position in its data is left out: another run can start from this, and none resume")
     items, empty = _without_unwanted(items, dict(contents.empty), dropped, options)
     into_hf = options.to == "safetensors" and options.names == "hugging_face"
     items, metadata = _rearranged(items, contents, options, into_hf)
@@ -111,7 +114,7 @@ def make_plan(contents: Contents, options: Options) -> Plan:
 
 def _words(item: _Item, name: str) -> str:
     done = [word for word in item.done if item.done.count(word) % 2 or word != "transposed"]
-    if item.sources != (name,) and not any(word.startswith(("stacked", "split")) for word in done):
+    if item.sources not in ((), (name,)) and not any(word.startswith(("stacked", "split")) for word in done):
         done.insert(0, "renamed")
     return ", ".join(dict.fromkeys(done)) or "kept"
 

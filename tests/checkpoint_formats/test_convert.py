@@ -236,7 +236,8 @@ def test_files_above_a_size_have_an_index(source, tmp_path):
 
 
 DEFAULTS = {
-    "json": False, "to": None, "dry_run": False, "names": "hugging_face", "layers": "keep", "heads": "keep", "optimizer_state": "keep",
+    "json": False, "to": None, "dry_run": False, "names": "hugging_face", "layers": "keep", "heads": "keep",
+    "optimizer_state": "keep",
     "params_only": False, "config_gin": None, "set": [], "ignore": [], "max_shard_size": "5GB",
 }  # fmt: skip
 

@@ -185,7 +185,7 @@ def test_paths_and_modes(written, tmp_path):
     assert checkpoints.checkpoint_paths(str(run), "all") == steps
     assert checkpoints.checkpoint_paths(str(run), "latest") == steps[-1:]
     assert checkpoints.checkpoint_paths(steps[0], "specific") == steps[:1]
-    assert checkpoints.checkpoint_paths(f"{steps[0]}/checkpoint", "specific") == [f"{steps[0]}/checkpoint"]
+    assert checkpoints.checkpoint_paths(f"{steps[0]}/checkpoint", "specific") == steps[:1]
     with pytest.raises(ConfigError, match="mode 'specific' is not a checkpoint.* It holds checkpoint_7, checkpoint_20"):
         checkpoints.checkpoint_paths(str(run), "specific")
     # A run cannot resume from them, and does not move them away either.

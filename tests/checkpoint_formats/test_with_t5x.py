@@ -44,7 +44,7 @@ def model_of(kind: str):
     return models.EncoderDecoderModel(module.Transformer(config), vocabulary, vocabulary, optimizer_def=optimizer)
 
 
-def checkpointer_of(kind: str, folder):
+def checkpointer_of(kind: str, folder, seed: int = 0):
     """T5X's checkpointer of a format, and a state of random numbers that it knows the shapes of."""
     from t5x import checkpoints, partitioning, utils
 
@@ -55,9 +55,9 @@ def checkpointer_of(kind: str, folder):
     initializer = utils.TrainStateInitializer(made.optimizer_def, made.get_initial_variables, shapes, partitioner)
     state = initializer.from_scratch(jax.random.key(0))
     flat = traverse_util.flatten_dict(state.state_dict(), sep="/")
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     filled = {
-        name: np.array(rng.normal(size=x.shape), x.dtype) if x.ndim else np.array(7, x.dtype)
+        name: np.array(rng.normal(size=x.shape), x.dtype) if x.ndim else np.array(7 + seed, x.dtype)
         for name, x in flat.items()
     }
     state = state.restore_state(traverse_util.unflatten_dict(filled, sep="/"))
@@ -97,5 +97,32 @@ def test_there_and_back(tmp_path, fmt, model):
         plan = make_plan(open_checkpoint(str(tmp_path / "safetensors")), Options(to))
         convert_lib.convert(plan, os.fspath(back / to / path.name))
     for folder in (tmp_path / "orbax", tmp_path / "legacy", back / "orbax", back / "legacy"):
-        reader, _, _ = checkpointer_of(f"{folder.name} {model}", folder)
+        reader, _, _ = checkpointer_of(f"{folder.name} {model}", folder, seed=1)
         assert_state(reader.restore(step=7), filled)
+
+
+@pytest.mark.parametrize("model", ["t5 adafactor", "t5 adamw"])
+@pytest.mark.parametrize("fmt", ["legacy", "orbax"])
+def test_states_of_ours_in_t5x(tmp_path, fmt, model):
+    """A state as optax has it here, Adafactor's or Adam's behind another transformation, restored by T5X."""
+    _, _, filled = checkpointer_of(f"{fmt} {model}", tmp_path / "none")
+    ours = {name: array for name, array in filled.items() if "param_states" not in name}
+    prefix = "state/param_states/"
+    for name, array in filled.items():
+        if not name.startswith(prefix):
+            continue
+        rest = name.removeprefix(prefix)
+        if model.endswith("adamw"):
+            ours[f"{prefix}1/{rest}"] = array
+        elif not rest.endswith("/m"):
+            parameter, slot = rest.rsplit("/", 1)
+            ours[f"{prefix}0/{slot}/{parameter}"] = array
+        else:
+            array[:] = 0  # there is no momentum
+    if model.endswith("adafactor"):
+        ours[f"{prefix}0/count"] = filled["state/step"]
+    path = support.write_orbax(tmp_path / "ours" / "checkpoint_7", ours | {"rng": np.array([1, 2], np.uint32)})
+    target = tmp_path / "converted" / "checkpoint_7"
+    convert_lib.convert(make_plan(open_checkpoint(path), Options(fmt, optimizer_state="t5x")), os.fspath(target))
+    reader, _, _ = checkpointer_of(f"{fmt} {model}", tmp_path / "converted", seed=1)
+    assert_state(reader.restore(step=7), filled)
