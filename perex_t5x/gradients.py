@@ -185,7 +185,7 @@ def gradient_with_statistics(
             finite_Mxb &= jnp.isfinite(examples.norms)[:, None]
             kept_N = jnp.repeat(jnp.all(finite_Mxb, axis=1), options.group_size)
         sums = {"total": examples.values, "loss_sums": examples.aux}
-        sums = jax.tree.map(lambda x: jnp.sum(jnp.where(kept_N, x, 0), axis=0), sums)
+        sums = jax.tree.map(lambda x: jnp.sum(jnp.where(jnp.expand_dims(kept_N, range(1, x.ndim)), x, 0), axis=0), sums)
         sums = collectives.sum_over(sums, data_axes)
         counted = {**sums["loss_sums"], "non_finite_examples": examples.non_finite.astype(jnp.float32)}
         loss = sums["total"] / jnp.asarray(computed.count, jnp.float32)
