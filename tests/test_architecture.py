@@ -50,6 +50,7 @@ ROOMS = (
     (
         "cli.gin_command",
         "cli.completion",
+        "__main__",
         "gin_port",
         "main",
         "train",
@@ -65,7 +66,6 @@ ROOMS = (
     ),
     ("preflight", "experiments", "bench.page"),
     ("launching",),
-    ("__main__",),
 )
 RANKS = {room: rank for rank, row in enumerate(ROOMS) for room in row}
 # What `pip install perex_t5x` brings, and Python itself; a folder of the core may import nothing else.

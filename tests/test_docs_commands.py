@@ -114,6 +114,19 @@ def test_python(page, tmp_path, monkeypatch, capsys):
             exec(compile("\n" * block.line + block.code, str(page), "exec"), names)
 
 
+# --- Gin --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "gin"], ids=str)
+def test_gin_is_gin(block):
+    """Whether what it binds exists: files that a page's commands use are read by these (`write_files`)."""
+    import gin.config
+    from gin import config_parser
+
+    statements = list(config_parser.ConfigParser(block.code, gin.config.ParserDelegate()))
+    assert statements
+
+
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 NANO = ["--gin_file=models/nano.gin", "--gin.BATCH_SIZE=8", "--gin.TRAIN_STEPS=2", "--gin.WARMUP_STEPS=1"]
@@ -143,7 +156,7 @@ HOW = {
     "experiments.report": How(None, []),
     "checkpoints": How(None, []),
     "chaos": How(None, ["--quick=false", "--faults=kill", "--settings=cached", "--trials=1"]),
-    "preflight": How(None, ["--gin_file=models/nano.gin", "--no_search", "--topology=v5e:2x2"]),
+    "preflight": How(None, ["--gin_file=models/nano.gin", "--gin.BATCH_SIZE=16", "--no_search", "--topology=v5e:2x2"]),
     "preflight.collectives": How(None, ["--gin_file=models/nano.gin"]),
 }
 PROGRAM = re.compile(r"(?:\.venv/bin/)?python -m perex_t5x\.([\w.]+)|perex ([\w.]+)")
@@ -163,6 +176,8 @@ class Line:
 
     def with_words(self, more: list[str]) -> list[str]:
         words = [*self.how.elided, *self.words[:-1]] if self.words[-1:] == ("...",) else list(self.words)
+        if any(word.startswith("--topology=") for word in more):  # instead of a pod's
+            words = [word for word in words if not word.startswith("--gin_file=meshes/")]
         return [*words, *more]
 
 

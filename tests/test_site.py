@@ -46,7 +46,7 @@ def test_formulas_examples_and_commands_are_rendered(site):
     concepts = (site / "concepts.html").read_text(encoding="utf-8")
     assert concepts.count("<math") > 40 and "arithmatex" not in concepts and "\\frac" not in concepts
     reference = (site / "reference" / "per_example.html").read_text(encoding="utf-8")
-    assert "grad_statistics" in reference and 'class="language-pycon highlight"' in reference
+    assert "grad_statistics" in reference and '<span class="gp">&gt;&gt;&gt; </span>' in reference
     assert "&gt;&gt;&gt;" not in re.sub(r"<pre.*?</pre>", "", reference, flags=re.DOTALL)  # all within blocks of code
     commands = (site / "reference" / "commands.html").read_text(encoding="utf-8")
     assert "--profile_steps" in commands and "--quick" in commands and "the flags of all commands" not in commands
@@ -78,7 +78,9 @@ def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     committed = nbformat.read(path, 4)
     ran = nbformat.read(path, 4)
-    NotebookClient(ran, timeout=1200, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(
+        ran, timeout=1200, kernel_name="python3", coalesce_streams=True, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
 
     def form(cell) -> list[str]:
         """The output without its numbers."""
