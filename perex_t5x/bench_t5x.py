@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from perex_t5x.bench import in_turns
+from perex_t5x.bench.turns import in_turns
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.train import timed
 
