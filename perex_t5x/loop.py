@@ -372,11 +372,12 @@ class Loop:
             return
         step, metrics = self._pending
         self._pending = None
+        is_logged = step % self._stats_period == 0 or step == self._last_step
         objective, sums, scalars, measured, skipped = jax.device_get(
             (
                 metrics["objective"],
                 metrics["sums"],
-                metrics["scalars"],
+                metrics["scalars"] if is_logged else {},  # they may be hundreds, and each takes as long as an objective
                 metrics.get("measured", {}),
                 metrics.get("skipped", False),
             )
@@ -394,7 +395,7 @@ class Loop:
         self._latest |= shown(measured)
         seconds = self._clock.seconds()
         self._progress.update(step, {**self._latest, **self._sums.speed(seconds)})
-        if step % self._stats_period == 0 or step == self._last_step:
+        if is_logged:
             self._write_stats(step, {**scalars, **measured})
         elif measured:
             self._writer.write("train", step, measured)

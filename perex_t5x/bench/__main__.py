@@ -11,10 +11,10 @@ The first is everything beside its peers, in sections that can be run one at a t
 gradients beside `vmap(grad)`, `optax.microbatching.micro_grad`, jax_privacy, and in PyTorch Opacus and BackPACK, each as a
 ratio to its own framework's plain gradient; how they grow with batch, length and depth; the trainer beside a bare JAX loop
 and T5X; and how long commands take to start. A peer that is not installed is named as such. What is measured is stored in
---folder as results.json, where a later run with other sections is merged into it, and written there as a page with plots
+--folder as benchmarks.json, where a later run with other sections is merged into it, and written there as a page with plots
 (benchmarks.md, images/). With --check=1.5 it ends with 1 if a statistic of ours takes more than 1.5 times the time or
 memory of the best other JAX library in the same run, or a training step more than 1.5 times the bare loop's; with
---reference=FILE, an earlier results.json, also if such a ratio, or that of a start to its imports, is more than 1.5 times
+--reference=FILE, an earlier benchmarks.json, also if such a ratio, or that of a start to its imports, is more than 1.5 times
 the ratio there.
 
 The second form times the training loop (feed, prefetching, metrics, log files, progress) and a bare JAX loop (the model's
@@ -59,10 +59,10 @@ def define_flags() -> None:
     cli_flags.define_training_flags()
     known = ("scanned", "unrolled", "mlp")  # `bench_engine.MODELS`, without importing JAX
     flags.DEFINE_list("sections", None, "Which sections of the whole to run; the default is all: see --dry_run.")
-    flags.DEFINE_string("folder", "runs/bench", "Where the whole stores results.json, benchmarks.md and its plots.")
+    flags.DEFINE_string("folder", "runs/bench", "Where the whole stores benchmarks.json, benchmarks.md and its plots.")
     flags.DEFINE_bool("quick", False, "The whole at the smallest sizes: to try it, not to measure.")
     flags.DEFINE_float("check", None, "End with 1 if something takes more than this many times its baseline.")
-    flags.DEFINE_string("reference", None, "With --check: an earlier results.json, whose ratios are also compared.")
+    flags.DEFINE_string("reference", None, "With --check: an earlier benchmarks.json, whose ratios are also compared.")
     flags.DEFINE_string("torch_python", None, "The Python in whose environment PyTorch, Opacus and BackPACK are.")
     flags.DEFINE_string("t5x_python", None, "The Python in whose environment T5X is.")
     flags.DEFINE_list("engine", None, f"Time the per-example engine on these models: some of {', '.join(known)}.")

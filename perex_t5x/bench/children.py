@@ -71,7 +71,8 @@ class Child:
             )
         except OSError as e:
             raise ConfigError(f"{python}: cannot be started: {e.strerror or e}.") from None
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         try:
             self.greeting = self._answer()
         except BaseException:
@@ -110,11 +111,12 @@ class Child:
 
     def close(self) -> None:
         """Ends it."""
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()  # it holds the pipe until the process has ended
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
-        self._process.kill()
-        self._process.wait()
         self._stderr.close()
         self._folder.cleanup()
 

@@ -96,6 +96,7 @@ def _measured(
     loss, params, batch = MODELS[model](size)
     head = {**head, "dimensions": dataclasses.asdict(size) | {"examples": batch.shape[0]}}
     rows = {}
+    options.note("compiling")
     wanted = _wanted(loss, peers[JAX], [s for s in sizes if s is None or batch.shape[0] % s == 0])
     compiled = _compiled({key: make for key, make in wanted.items() if make is not None}, params, batch)
     for key in wanted:
@@ -113,6 +114,7 @@ def _measured(
     measures: dict[Any, Callable[[], float]] = {key: functools.partial(seconds, key) for key in compiled}
     with _torch(torch_model, params, batch, options) as child:
         if torch_model is not None:
+            options.note("PyTorch's, once to compare")
             for key, row in _torch_rows(child, peers[TORCH]).items():
                 rows[key] = {**head, "framework": TORCH, **row}
                 if "problem" not in row:
@@ -123,8 +125,9 @@ def _measured(
                 continue
             row["problem"] = f"its result is another: {value:.6g}, not {expected[key[1]]:.6g}"
             del measures[key]
-        in_turns(measures, 1)  # warm up
-        times = in_turns(measures, options.rounds)
+        options.note(f"{len(measures)} programs, once to warm up")
+        in_turns(measures, 1)
+        times = in_turns(measures, options.rounds, options.note)
     for key, row in rows.items():
         yield row | ({"seconds": times[key]} if key in times else {})
 

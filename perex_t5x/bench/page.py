@@ -26,9 +26,21 @@ _GROWTH_FIGURE = "bench_growth.svg"
 _INTRO = """# Benchmarks
 
 Made by `{command}`
-(its help says what each section is; `--dry_run` lists them), on {machines}. Times and memory of what shares a machine say
-little alone, so everything is a ratio to a baseline that took turns with it in the same process or, for processes, in the
+(its help says what is compared; `--dry_run` lists the sections), on {machines}. Times and memory of what shares a machine
+say little alone, so everything is a ratio to a baseline that took turns with it in the same process or, for processes, in the
 same minutes. {versions}
+
+The peers are optional. jax_privacy is looked for in the environment of the command, PyTorch's and T5X in those of the
+Pythons that are named, since their requirements contradict each other's:
+
+```sh
+pip install jax_privacy
+python -m venv .peers && .peers/bin/pip install numpy torch opacus backpack-for-pytorch
+python -m perex_t5x.bench --torch_python=.peers/bin/python --t5x_python=/path/to/t5x/bin/python
+```
+
+One that is not there is named in the tables. `--sections=mlp` measures one section, a few minutes at most, and keeps the
+others' results; `--check=1.5` ends with an error if ours falls behind its baselines in the same run.
 
 ## Statistics of per-example gradients
 

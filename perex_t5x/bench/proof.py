@@ -71,7 +71,7 @@ def run(args: Any) -> int:
     reference = None if args.reference is None else results.read(args.reference)
     if args.reference is not None and not reference:
         raise ConfigError(f"--reference={args.reference}: there is no such file.")
-    stored = os.path.join(args.folder, "results.json")
+    stored = os.path.join(args.folder, "benchmarks.json")
     kept = results.read(stored)
     options = Options(
         rounds=args.rounds,

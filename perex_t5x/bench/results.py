@@ -1,4 +1,4 @@
-"""What was measured, as rows in results.json; the ratios that are made of them, and when one is too large."""
+"""What was measured, as rows in benchmarks.json; the ratios that are made of them, and when one is too large."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def machine() -> str:
 
 
 def read(path: str) -> dict[str, Any]:
-    """The sections of a results.json; none where there is no such file."""
+    """The sections of a benchmarks.json; none where there is no such file."""
     try:
         found = json.loads(files.read_bytes(path))
         return {name: dict(section) for name, section in found["sections"].items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ConfigError(f"{path}: not a results.json of this command: {e}. Remove it, or name another.") from None
+        raise ConfigError(f"{path}: not a benchmarks.json of this command: {e}. Remove it, or name another.") from None
 
 
 def write(path: str, sections: Mapping[str, Any]) -> None:

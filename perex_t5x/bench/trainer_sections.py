@@ -65,7 +65,7 @@ def processes(options: Options) -> Iterator[dict[str, Any]]:
         rows[peer]["versions"] = result["versions"]
         return 0.0
 
-    in_turns({peer: lambda peer=peer: run(peer) for peer in kinds}, min(options.rounds, 3))
+    in_turns({peer: lambda peer=peer: run(peer) for peer in kinds}, min(options.rounds, 3), options.note)
     yield from rows.values()
 
 
@@ -89,7 +89,7 @@ def startup(options: Options) -> Iterator[dict[str, Any]]:
         _FIRST_STEP: _first_step_seconds,
     }
     in_turns({name: measures[name] for name in (_NOTHING, _LIBRARIES)}, 1)  # the files are in memory then
-    for name, seconds in in_turns(measures, min(options.rounds, 3)).items():
+    for name, seconds in in_turns(measures, min(options.rounds, 3), options.note).items():
         yield {"section": "startup", "peer": name, "seconds": seconds}
 
 

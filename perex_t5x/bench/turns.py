@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 _Name = TypeVar("_Name")
 
 
-def in_turns(measures: Mapping[_Name, Callable[[], float]], rounds: int) -> dict[_Name, list[float]]:
-    """Calls every measure once per round; returns the rounds' values by name.
+def in_turns(
+    measures: Mapping[_Name, Callable[[], float]], rounds: int, note: Callable[[str], None] = lambda _: None
+) -> dict[_Name, list[float]]:
+    """Calls every measure once per round; returns the rounds' values by name, and tells `note` which round begins.
 
     Whichever goes first may find a cooler machine, so the order alternates, too.
 
@@ -21,6 +23,7 @@ def in_turns(measures: Mapping[_Name, Callable[[], float]], rounds: int) -> dict
     """
     values: dict[_Name, list[float]] = {name: [] for name in measures}
     for i in range(rounds):
+        note(f"round {i + 1} of {rounds}")
         for name in list(measures)[:: 1 if i % 2 else -1]:
             values[name].append(measures[name]())
     return values

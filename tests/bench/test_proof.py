@@ -176,13 +176,13 @@ def test_costs_and_checks():
 
 
 def test_results_are_read_or_refused(tmp_path):
-    path = str(tmp_path / "results.json")
+    path = str(tmp_path / "benchmarks.json")
     assert results.read(path) == {}
     results.write(path, SECTIONS)
     assert results.read(path) == json.loads(json.dumps(SECTIONS))
     for text in ("", "[]", '{"sections": 3}', "\xff"):
-        (tmp_path / "results.json").write_text(text, encoding="latin-1")
-        with pytest.raises(ConfigError, match="not a results.json of this command"):
+        (tmp_path / "benchmarks.json").write_text(text, encoding="latin-1")
+        with pytest.raises(ConfigError, match="not a benchmarks.json of this command"):
             results.read(path)
 
 
@@ -250,11 +250,11 @@ def test_sections_are_stored_one_by_one(command, capsys):
     assert command.calls == list(SECTIONS)  # those behind it are measured
     assert [json.loads(line) for line in out.splitlines()] == ROWS + STARTUP
     assert "RuntimeError: out of memory" in err and "--sections=overhead tries them again" in err
-    assert set(results.read(str(command.folder / "results.json"))) == {"mlp", "startup"}
+    assert set(results.read(str(command.folder / "benchmarks.json"))) == {"mlp", "startup"}
     command.broken.clear()
     command.calls.clear()
     assert command.run(sections=["overhead"]) == 0 and command.calls == ["overhead"]
-    assert set(results.read(str(command.folder / "results.json"))) == set(SECTIONS)
+    assert set(results.read(str(command.folder / "benchmarks.json"))) == set(SECTIONS)
     assert "## Start-up" in (command.folder / "benchmarks.md").read_text()
 
 
