@@ -62,8 +62,8 @@ class Target:
         return run.train_steps * seconds * slice_.chips / 3600
 
 
-# Made by python -m perex_t5x.preflight with each model's files, --gin_file=optimizers/micro_adam.gin, the mesh, rows of 1024 and
-# T5Config.remat_policy = 'minimal_with_context'; for 1_2b see docs/throughput.md, for 150m clipped docs/per_example.md.
+# Made by python -m perex_t5x.preflight with each model's files, --gin_file=optimizers/micro_adam.gin, the mesh, rows of 1024
+# and T5Config.remat_policy = 'minimal_with_context'; of 1_2b see docs/throughput.md, of 150m clipped docs/per_example.md.
 TARGETS = {
     "150m": Target(
         mesh="meshes/v5e_16.gin",
@@ -75,8 +75,9 @@ TARGETS = {
         rate_factors=(1 / 16, 1 / 8, 1 / 4, 1 / 2),
         rows=256,
         cycles={PLAIN: 233e6, STATISTICS: 261e6, CLIPPED: 462e6},
-        counted="""They are preflight's, by the compiler's estimates and the kernels' static schedules: compiled for this slice
-with adamw and with micro_adam; with clipped examples they are twice what 8 rows a chip took on v5e-256.""",
+        counted="""\
+They are preflight's (the compiler's estimates, and the kernels' static schedules), of the step compiled for
+this slice with adamw and with micro_adam; with clipped examples they are twice what 8 rows a chip took on v5e-256.""",
     ),
     "1_2b": Target(
         mesh="meshes/v5e_256.gin",
@@ -88,9 +89,10 @@ with adamw and with micro_adam; with clipped examples they are twice what 8 rows
         rate_factors=(1 / 32, 1 / 16, 1 / 8, 1 / 4),
         rows=2048,
         cycles={PLAIN: 534e6, STATISTICS: 545e6, CLIPPED: 966e6},
-        counted="""They are preflight's, by the compiler's estimates and the kernels' static schedules: compiled for this slice
-with adamw and with micro_adam (docs/throughput.md); clipped examples were not compiled, but are taken to cost as much more
-than statistics alone as for 150m.""",
+        counted="""\
+They are preflight's (the compiler's estimates, and the kernels' static schedules), of the step compiled for
+this slice with adamw and with micro_adam (docs/throughput.md); clipped examples were not compiled, but are taken to cost
+as much more than statistics alone as for 150m.""",
     ),
 }
 
@@ -104,8 +106,8 @@ def kind(run: Run) -> str:
     """
     if any(axis.endswith("clip_norm") and value is not None for axis, value in run.values.items()):
         return CLIPPED
-    files = [str(run.values.get("optimizer", "")), *run.files]
-    name = next((os.path.basename(f).removesuffix(".gin") for f in files if f.startswith("optimizers/")), "adamw")
+    given = next((f for f in run.files if f.startswith("optimizers/")), "adamw.gin")  # model files have adamw
+    name = os.path.basename(str(run.values.get("optimizer", given))).removesuffix(".gin")
     return PLAIN if name in _PLAIN else STATISTICS
 
 

@@ -18,6 +18,7 @@ from perex_t5x.experiments.sweep.runs import Result
 from perex_t5x.launching import gin_check
 from perex_t5x.launching.spec import Job
 
+SHORT = ("files = {'optimizer': ['optimizers/adamw.gin']}", "seeds = [0, 1, 2]")
 ROOT = Path(__file__).parents[3]
 
 
@@ -38,7 +39,7 @@ def flags_of(folder):
     return dict(line[2:].split("=", 1) for line in (folder / "stage.flags").read_text().splitlines())
 
 
-@pytest.mark.parametrize("model", pod.TARGETS)
+@pytest.mark.parametrize("model", ["150m", pytest.param("1_2b", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", studies.NAMES)
 def test_every_study_has_files_for_every_model(tmp_path, name, model):
     """What is written describes exactly the runs of the stage, with the large model, its mesh and C4."""
@@ -70,9 +71,7 @@ def test_a_stage_follows_from_the_results_of_the_one_before(tmp_path):
             Folder(str(tmp_path / "results")).write_result(run, Result(run.name, "done", True, eval_loss=loss))
 
     def again():
-        return written(
-            tmp_path, "preconditioner", "150m", "files = {'optimizer': ['optimizers/adamw.gin']}", "seeds = [0, 1, 2]"
-        )
+        return written(tmp_path, "preconditioner", "150m", *SHORT)
 
     finish(first, best=0.5)  # on the edge
     second = again()
