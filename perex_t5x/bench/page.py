@@ -27,8 +27,8 @@ _INTRO = """# Benchmarks
 
 Made by `{command}`
 (its help says what is compared; `--dry_run` lists the sections), on {machines}. Times and memory of what shares a machine
-say little alone, so everything is a ratio to a baseline that took turns with it in the same process or, for processes, in the
-same minutes. {versions}
+say little alone, so everything is a ratio to a baseline that took turns with it in the same process or, for processes, in
+the same minutes. {versions}
 
 The peers are optional. jax_privacy is looked for in the environment of the command, PyTorch's and T5X in those of the
 Pythons that are named, since their requirements contradict each other's:
