@@ -27,7 +27,7 @@ def test_its_benchmark_says_that_t5x_is_missing():
 
 
 def test_its_benchmark_names_the_nearest_model():
-    with pytest.raises(ConfigError, match="did you mean 'decoder_only'"):
+    with pytest.raises(ConfigError, match="Did you mean 'decoder_only'"):
         bench_t5x.benchmark_t5x(["decoder-only"])
 
 
