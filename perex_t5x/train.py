@@ -225,7 +225,8 @@ class Training:
         self._lock = run_dir.WriterLock(self.model_dir)
         weakref.finalize(self, self._lock.release)  # of one that nobody runs
         try:
-            run_dir.prepare(self.model_dir, run_dir.tree_bytes(self.setup.shapes), args.dry_run, lock=self._lock)
+            to_store = 0 if args.checkpoint_cfg.save is None else run_dir.tree_bytes(self.setup.shapes)
+            run_dir.prepare(self.model_dir, to_store, args.dry_run, lock=self._lock)
             self._find_start()
         except BaseException:
             self.close()

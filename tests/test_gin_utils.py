@@ -222,7 +222,7 @@ ALL_FILES = sorted(str(p.relative_to(SHIPPED)) for p in SHIPPED.rglob("*.gin"))
 VALUES = {
     "MODEL_DIR": "'x'", "TRAIN_STEPS": "1", "MIXTURE_OR_TASK_NAME": "'python_stdlib_lm'",
     "TASK_FEATURE_LENGTHS": "{'targets': 8}", "INITIAL_CHECKPOINT_PATH": "'x'", "CHECKPOINT_PATH": "'x'",
-    "EVAL_OUTPUT_DIR": "'x'", "INFER_OUTPUT_DIR": "'x'", "NOISE_SEED": "1",
+    "EVAL_OUTPUT_DIR": "'x'", "INFER_OUTPUT_DIR": "'x'", "NOISE_SEED": "1", "DROPOUT_RATE": "0.0",
 }  # fmt: skip
 
 

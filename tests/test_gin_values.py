@@ -205,7 +205,11 @@ def needs(configurable: Any) -> list[str]:
     return [name for name, parameter in parameters(configurable).items() if parameter.default is parameter.empty]
 
 
-OPTIMIZERS = [name for name in optimizers.__all__ if needs(getattr(optimizers, name)) == ["learning_rate"]]
+OPTIMIZERS = [
+    name
+    for name in optimizers.__all__
+    if needs(getattr(optimizers, name)) == ["learning_rate"] and "optax" not in getattr(optimizers, name).__module__
+]
 COMMANDS = {
     "train": Command(train.train, (*DECODER, EVERY), ("MODEL_PARALLEL = 1", *TRAIN)),
     "pairs": Command(train.train, ("models/t5_1_1_small.gin", "runs/pretrain.gin"), (*PAIRS, *TRAIN)),
@@ -230,6 +234,9 @@ COMMANDS = {
         )
         for name in OPTIMIZERS
     },
+    "adafactor": Command(
+        train.train, ("models/tiny.gin", "runs/pretrain.gin", "optimizers/adafactor.gin"), ("BATCH_SIZE = 8", *TRAIN)
+    ),
     "dp": Command(
         train.train, ("models/tiny.gin", "runs/pretrain.gin", "optimizers/dp_adamw.gin"), ("NOISE_SEED = 1", *TRAIN)
     ),
@@ -288,7 +295,11 @@ def bindings_of(name: str, is_run: bool) -> st.SearchStrategy[str]:
 
 def bindings(is_run: bool = False) -> st.SearchStrategy[tuple[str, str]]:
     """(command, binding); commands are as frequent as they have arguments of their own."""
-    commands = ["train"] * 6 + ["eval", "infer", "bench", "sweep", "pairs", "t5x_decoder", "pieces", "dp"] + OPTIMIZERS
+    commands = (
+        ["train"] * 6
+        + ["eval", "infer", "bench", "sweep", "pairs", "t5x_decoder", "pieces", "dp", "adafactor"]
+        + OPTIMIZERS
+    )
     chosen = [name for name in commands if COMMANDS[name].is_run or not is_run]
     return st.deferred(
         lambda: st.sampled_from(chosen).flatmap(lambda name: st.tuples(st.just(name), bindings_of(name, is_run)))
