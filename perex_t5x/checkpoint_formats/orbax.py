@@ -62,7 +62,9 @@ def write(folder: str, leaves: Iterable[Leaf], empty: Mapping[str, Any]) -> None
     tree = traverse_util.unflatten_dict({**flat, **empty}, sep="/")
     # Nobody changes these arrays while they are written: there is no need of copies.
     handler = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
-    registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, handler), (jax.Array, ocp.ArrayHandler()))
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (np.ndarray, handler), (jax.Array, ocp.type_handlers.ArrayHandler())
+    )
     state = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=state)) as checkpointer:
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(tree))
