@@ -16,7 +16,6 @@ if __name__ == "__main__":
     cli.run_gin("perex_t5x.infer.infer", __doc__)
 
 import functools
-import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -199,31 +198,11 @@ def create_task_from_tfexample_file(
       features: 'inputs' and 'targets', each a `seqio.Feature`.
       task_id: part of the name; None: a digest of the other arguments.
     """
-    import seqio
-    import tensorflow as tf
+    from perex_t5x.data import tasks
 
     arguments.check("create_task_from_tfexample_file", arguments.hints(create_task_from_tfexample_file), dict(locals()))
     paths = [paths] if isinstance(paths, str) else list(paths)
-    found = sorted(tf.io.gfile.glob(paths))
-    if not found:
-        raise ConfigError(f"create_task_from_tfexample_file.paths = {paths!r}: there is no such file.")
-    keys = {"inputs": inputs_key} | ({"targets": targets_key} if targets_key else {})
-    task_id = task_id or hashlib.md5(":".join([*paths, *map(str, keys.values())]).encode()).hexdigest()[:10]
-    name = f"infer_{task_id}"
-    if name not in seqio.TaskRegistry.names():
-        seqio.TaskRegistry.add(
-            name,
-            source=seqio.TFExampleDataSource(
-                {"infer": found},
-                feature_description={key: tf.io.FixedLenFeature([], tf.string) for key in keys.values()},
-            ),
-            preprocessors=[
-                functools.partial(seqio.preprocessors.rekey, key_map={"inputs": inputs_key, "targets": targets_key}),
-                seqio.preprocessors.tokenize_and_append_eos,
-            ],
-            output_features=dict(features),
-        )
-    return name
+    return tasks.register_tfexamples(paths, inputs_key, targets_key, features, task_id)
 
 
 def _run(model: Any, mode: str, params: Any, batch: Any, keys_B: Any) -> tuple[Any, dict[str, Any]]:

@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import functools
 import glob as glob_lib
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import gin
 import seqio
+import tensorflow as tf
 
 from perex_t5x.data import metrics, preprocessors, text_source
 from perex_t5x.errors import ConfigError
@@ -171,6 +173,33 @@ def register_text_files(
 
 
 @gin.configurable(module="perex_t5x.data.tasks")
+def register_tfexamples(
+    paths: Sequence[str],
+    inputs_key: str,
+    targets_key: str | None,
+    features: Mapping[str, seqio.Feature],
+    task_id: str | None = None,
+) -> str:
+    """Registers a task of TFRecord files with TFExamples; see `perex_t5x.infer.create_task_from_tfexample_file`."""
+    found = sorted(tf.io.gfile.glob(list(paths)))
+    if not found:
+        raise ConfigError(f"create_task_from_tfexample_file.paths = {paths!r}: there is no such file.")
+    keys = [key for key in (inputs_key, targets_key) if key]
+    name = f"infer_{task_id or hashlib.md5(':'.join([*paths, *keys]).encode()).hexdigest()[:10]}"
+    if name not in seqio.TaskRegistry.names():
+        text = tf.io.FixedLenFeature([], tf.string)
+        seqio.TaskRegistry.add(
+            name,
+            source=seqio.TFExampleDataSource({"infer": found}, feature_description=dict.fromkeys(keys, text)),
+            preprocessors=[
+                functools.partial(seqio.preprocessors.rekey, key_map={"inputs": inputs_key, "targets": targets_key}),
+                seqio.preprocessors.tokenize_and_append_eos,
+            ],
+            output_features=dict(features),
+        )
+    return name
+
+
 def register_all(vocabulary: str | seqio.Vocabulary | None = None, c4_name: str = "c4/en:3.1.0") -> None:
     """Registers all tasks of this module, or registers them again after the arguments changed.
 

@@ -15,6 +15,7 @@ from tests.models.model_support import batch, decoder_only, encoder_decoder, jit
 
 DECODER = dict(vocab_size=7, emb_dim=4, num_heads=2, head_dim=2, mlp_dim=6, logits_via_embedding=True)
 TOKENS = np.array([[0, 3, 5, 2, 6, 1]], np.int32)
+TARGETS = np.array([[3, 5, 2, 6, 1, 4]], np.int32)  # T5X masks keys where the target is padding
 INPUTS = np.array([[4, 2, 6, 0]], np.int32)
 
 
@@ -160,8 +161,7 @@ def test_t5_is_t5xs(t5x, activations, tied):
     )
     ours = network.Transformer(network.T5Config(**sizes))
     theirs = t5x_network.Transformer(t5x_network.T5Config(**sizes))
-    targets = np.array([[3, 5, 2, 6, 1, 4]], np.int32)
-    compare(ours, theirs, (INPUTS, TOKENS), (INPUTS, TOKENS, targets))
+    compare(ours, theirs, (INPUTS, TOKENS), (INPUTS, TOKENS, TARGETS))
 
 
 def test_scalable_t5_is_t5xs(t5x):
@@ -172,13 +172,13 @@ def test_scalable_t5_is_t5xs(t5x):
     ours = network.Transformer(scalable_network.T5Config(**sizes))
     theirs = t5x_network.Transformer(t5x_network.T5Config(**sizes))
     made = jax.eval_shape(
-        lambda: theirs.init({"params": jax.random.key(0)}, INPUTS, TOKENS, TOKENS, enable_dropout=False)
+        lambda: theirs.init({"params": jax.random.key(0)}, INPUTS, TOKENS, TARGETS, enable_dropout=False)
     )
     p = jax.tree_util.tree_map_with_path(wave, dict(made["params"]))
     shapes = nn.unbox(jax.eval_shape(ours.init, jax.random.key(0), INPUTS, TOKENS))["params"]
     assert leaves(p).keys() == leaves(shapes).keys()
     matrices = jax.tree.map(lambda x, s: x.reshape(s.shape), p, shapes)
-    expected = theirs.apply({"params": p}, INPUTS, TOKENS, TOKENS, enable_dropout=False)
+    expected = theirs.apply({"params": p}, INPUTS, TOKENS, TARGETS, enable_dropout=False)
     np.testing.assert_allclose(ours.apply({"params": matrices}, INPUTS, TOKENS), expected, atol=1e-5)
 
 
