@@ -12,7 +12,7 @@ from jax.tree_util import keystr
 from perex_t5x.partitioning.gather import gather_by_spec
 from perex_t5x.partitioning.partitioner import PjitPartitioner
 from perex_t5x.partitioning.rules import names_of
-from perex_t5x.per_example.engine.request import parameter_filter
+from perex_t5x.per_example.engine.arguments import parameter_filter
 
 
 @dataclasses.dataclass(frozen=True)

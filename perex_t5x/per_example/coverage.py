@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from perex_t5x.per_example.engine.accumulate import Holding
-from perex_t5x.per_example.engine.request import Selected
+from perex_t5x.per_example.engine.arguments import Selected
 from perex_t5x.per_example.grad_statistics import grad_statistics
 from perex_t5x.per_example.kernels.dispatch import NOT_FOR_TPUS
 

@@ -16,22 +16,17 @@ from perex_t5x.per_example.engine.accumulate import (
     Holding,
     ReductionTrace,
     accumulate,
-    automatic_sizes,
     choose_holding,
     finish,
 )
+from perex_t5x.per_example.engine.arguments import Roles, Selected, closed_over, num_examples, parameter_filter
+from perex_t5x.per_example.engine.clipping import check_clip_norm, clips_by_parameter
+from perex_t5x.per_example.engine.microbatch import automatic_sizes
 from perex_t5x.per_example.engine.references import METHODS
 from perex_t5x.per_example.engine.request import (
     Inputs,
     Options,
     Request,
-    Roles,
-    Selected,
-    check_clip_norm,
-    clips_by_parameter,
-    closed_over,
-    num_examples,
-    parameter_filter,
 )
 from perex_t5x.per_example.metrics import Metric
 from perex_t5x.per_example.reductions import held
@@ -89,7 +84,7 @@ def grad_statistics(
       argnums, batch_argnums: what is differentiated, and what has an axis of examples.
       has_aux: whether the loss returns (loss, aux).
       group_size: b consecutive examples form one unit.
-      microbatch_size: examples at a time; None: all; 'auto': see `perex_t5x.per_example.engine.accumulate`.
+      microbatch_size: examples at a time; None: all; 'auto': see `perex_t5x.per_example.engine.microbatch`.
         Changes no number beyond rounding.
       unit: 'example'; or 'token': one application position of a weight (`perex_t5x.per_example.reductions.tokens`).
       token_fallback: with unit='token', take the example as the unit where a parameter has no positions; else an error.

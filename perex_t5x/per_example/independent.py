@@ -17,7 +17,7 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from perex_t5x.per_example.engine import explicit_axes, jaxprs, primitives
-from perex_t5x.per_example.engine.request import Roles, num_examples
+from perex_t5x.per_example.engine.arguments import Roles, num_examples
 
 
 def check_independent(

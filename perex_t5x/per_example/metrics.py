@@ -18,7 +18,6 @@ Gradients are those before clipping; with groups, each group's.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import re
 import zlib
@@ -28,6 +27,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from perex_t5x.per_example.statistic import named
 
 BATCH_MEAN = "batch mean"  # an operand that the call computes itself, in a pass before
 POSITIONS = "positions in the parameter"  # an operand that the call makes: each element's row-major index
@@ -359,23 +360,8 @@ def canonical(metrics: str | Metric | Iterable[str | Metric]) -> tuple[Metric, .
     >>> [m.name for m in canonical(("norm", sketch(8)))]
     ['norm', 'sketch']
     """
-    result: list[Metric] = []
-    for item in (metrics,) if isinstance(metrics, str | Metric) else metrics:
-        if isinstance(item, str):
-            if item not in BUILT_IN:
-                near = difflib.get_close_matches(item, BUILT_IN, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ValueError(
-                    f"unknown metric {item!r}.{hint} Known names: {', '.join(BUILT_IN)}. Others are made with "
-                    "per_example.metrics.inner_product(...) and the like, or per_example.Metric(name, reduce)."
-                )
-            item = BUILT_IN[item]
-        if not isinstance(item, Metric):
-            raise TypeError(f"metrics must be names or per_example.Metric objects, not {type(item).__name__}.")
-        if item.name in [m.name for m in result]:
-            raise ValueError(f"metric {item.name!r} is given twice.")
-        result.append(item)
-    return tuple(result)
+    others = "per_example.metrics.inner_product(...) and the like, or per_example.Metric(name, reduce)"
+    return named(metrics, Metric, BUILT_IN, "metric", others)
 
 
 def positions_of(shape: tuple[int, ...]) -> jax.Array:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,13 @@ import numpy as np
 def _itself(g: jax.Array) -> jax.Array:
     return g
 
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+T = TypeVar("T", bound=_Named)
 
 # Known to keep their promises: importing this module must not initialise a backend, as the check on numbers would.
 _KNOWN = (_itself, jnp.square, jnp.sign)
@@ -177,24 +184,33 @@ def canonical(statistics: str | Statistic | Iterable[str | Statistic]) -> tuple[
     >>> names_of(canonical(("mean", "mean_square")))
     ('mean', 'mean_square')
     """
-    if isinstance(statistics, str | Statistic):
-        statistics = (statistics,)
-    result: list[Statistic] = []
-    for item in statistics:
-        if isinstance(item, str):
-            if item not in BUILT_IN:
-                near = difflib.get_close_matches(item, BUILT_IN, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ValueError(
-                    f"unknown statistic {item!r}.{hint} Known names: {', '.join(BUILT_IN)}. Others are made with "
-                    "per_example.Statistic(name, fn)."
-                )
-            item = BUILT_IN[item]
-        if not isinstance(item, Statistic):
-            raise TypeError(f"statistics must be names or per_example.Statistic objects, not {type(item).__name__}.")
+    others = "per_example.Statistic(name, fn)"
+    result = named(statistics, Statistic, BUILT_IN, "statistic", others)
+    for item in result:
         if item != BUILT_IN.get(item.name, item):
             raise ValueError(f"statistic {item.name!r} is built in: choose another name for yours.")
-        if item.name in names_of(result):
-            raise ValueError(f"statistic {item.name!r} is given twice.")
-        result.append(item)
-    return tuple(result)
+    return result
+
+
+def named(given: Any, kind: type[T], built_in: Mapping[str, T], what: str, others: str) -> tuple[T, ...]:
+    """One or several names of `built_in`, or objects of this kind, as objects with distinct names.
+
+    Args:
+      what: they are, and how `others` are made, for errors.
+    """
+    result: dict[str, T] = {}
+    for item in (given,) if isinstance(given, str | kind) else given:
+        if isinstance(item, str):
+            if item not in built_in:
+                near = difflib.get_close_matches(item, built_in, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ValueError(
+                    f"unknown {what} {item!r}.{hint} Known names: {', '.join(built_in)}. Others are made with {others}."
+                )
+            item = built_in[item]
+        if not isinstance(item, kind):
+            raise TypeError(f"{what}s must be names or per_example.{kind.__name__} objects, not {type(item).__name__}.")
+        if item.name in result:
+            raise ValueError(f"{what} {item.name!r} is given twice.")
+        result[item.name] = item
+    return tuple(result.values())

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from perex_t5x import per_example
-from perex_t5x.per_example.engine import accumulate
-from perex_t5x.per_example.engine.accumulate import matmul_flops, peak_bytes
+from perex_t5x.per_example.engine import microbatch
+from perex_t5x.per_example.engine.microbatch import matmul_flops, peak_bytes
 from tests.per_example.loop_reference import SOME, assert_matches, single_gradients
 
 
@@ -54,15 +54,15 @@ def test_what_is_picked_on_a_cpu(length, width, cpu):
 def test_activations_bound_the_size_elsewhere(monkeypatch):
     w, x = jnp.ones((16, 16)), jnp.ones((12, 8, 16))
     one = peak_bytes(jax.make_jaxpr(jax.value_and_grad(rows))(w, x[:1]).jaxpr)
-    monkeypatch.setattr(accumulate, "ACTIVATION_BYTES", 5 * one)
+    monkeypatch.setattr(microbatch, "ACTIVATION_BYTES", 5 * one)
     size = per_example.coverage(rows, w, x, microbatch_size="auto").microbatch_sizes["default"]
     assert size in (3, 4)  # at most 5, and divides 12; the engine's program is a little larger than this one
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_it_changes_no_number_and_says_what_it_picked(monkeypatch, caplog, group_size):
-    monkeypatch.setattr(accumulate, "CPU_FLOPS", 0)
-    monkeypatch.setattr(accumulate, "CPU_ROWS", 0)
+    monkeypatch.setattr(microbatch, "CPU_FLOPS", 0)
+    monkeypatch.setattr(microbatch, "CPU_ROWS", 0)
     w, x = jax.random.normal(jax.random.key(0), (4, 6)), jax.random.normal(jax.random.key(1), (8, 3, 4))
     compute = per_example.grad_statistics(rows, SOME, microbatch_size="auto", group_size=group_size, norms=True)
     with caplog.at_level(logging.INFO):
