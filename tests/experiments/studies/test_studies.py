@@ -4,6 +4,8 @@ import dataclasses
 import io
 import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -207,6 +209,17 @@ def test_shipped_descriptions(name):
         assert sweep.name == name and sweep.question.endswith("?")
         assert len(sweep.plan(check=False).runs) > 1
         assert next(found.stages(sweep, 1))
+
+
+@pytest.mark.parametrize("name", studies.NAMES)
+def test_every_section_of_the_docs_begins_alike(name):
+    """Claim, finding, how sure, command: in this order, once for every study."""
+    text = (Path(__file__).parents[3] / "docs" / "studies.md").read_text(encoding="utf-8")
+    rows = r"\n\n\| \| \|\n\|---\|---\|\n" + "".join(
+        rf"\| \*\*{label}\*\* \| [^\n]+ \|\n" for label in ("the paper", "we see", "how sure")
+    )
+    command = rf"\| \*\*command\*\* \| `python -m perex_t5x.experiments.study {name}` \|\n"
+    assert len(re.findall(rf"\n## [^\n]+{rows}{command}", text)) == 1
 
 
 def test_problems_are_reported_at_once(tmp_path, capsys):
