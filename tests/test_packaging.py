@@ -162,6 +162,7 @@ TRAINING = [
         ("gcs_hns", ["import google.cloud.storage_control_v2"]),
         ("tpu", [["preflight", *TRAINING[1:], "--topology=v5e:2x2", "--no_search"]]),
         ("reports", [TRAINING, ["report", "run", "--out=page.html", "--figures=figures"]]),
+        ("convert", ["import safetensors.numpy", ["checkpoints", "--help"]]),
         (
             "dp",
             [

@@ -57,7 +57,7 @@ def test_a_notebook_holds_its_outputs_and_no_error(path):
     cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell["outputs"]]
-    assert len(outputs) >= 4 and not [o for o in outputs if o["output_type"] == "error"]
+    assert len(outputs) >= 3 and not [o for o in outputs if o["output_type"] == "error"]
     assert "exit code" not in "".join(s for o in outputs for s in o.get("text", [])).replace("exit code 0", "")
     assert path.stat().st_size < 100_000
 
