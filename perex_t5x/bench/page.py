@@ -32,6 +32,7 @@ the same process or, for processes, in the same minutes.
 The peers are optional. jax_privacy is looked for in the environment of the command, PyTorch's and T5X in those of the
 Pythons that are named, since their requirements contradict each other's:
 
+<!-- not run: it installs packages and takes half an hour; tests/bench/test_proof.py runs sections at the smallest sizes -->
 ```sh
 pip install jax_privacy
 python -m venv .peers && .peers/bin/pip install numpy torch opacus backpack-for-pytorch
