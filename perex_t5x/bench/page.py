@@ -25,14 +25,14 @@ _GROWTH_FIGURE = "bench_growth.svg"
 
 _INTRO = """# Benchmarks
 
-Made by `{command}`
-(its help says what is compared; `--dry_run` lists the sections), on {machines}. Times and memory of what shares a machine
-say little alone, so everything is a ratio to a baseline that took turns with it in the same process or, for processes, in
-the same minutes. {versions}
+{made}
+Times and memory of what shares a machine say little alone, so everything is a ratio to a baseline that took turns with it in
+the same process or, for processes, in the same minutes.
 
 The peers are optional. jax_privacy is looked for in the environment of the command, PyTorch's and T5X in those of the
 Pythons that are named, since their requirements contradict each other's:
 
+<!-- not run: it installs packages and takes half an hour; tests/bench/test_proof.py runs sections at the smallest sizes -->
 ```sh
 pip install jax_privacy
 python -m venv .peers && .peers/bin/pip install numpy torch opacus backpack-for-pytorch
@@ -53,7 +53,7 @@ scaled to a norm of at most {clip}, then the mean. The results are compared with
   needs least. JAX's is the compiler's; PyTorch's is its allocator's peak, as its profiler sees it.
 - **bold**: less than ours by more than {tolerance}, as a ratio.
 - `plain gradient` in microbatches is there to show what their size alone does to a CPU's caches.
-- PyTorch's programs run in a process of their own, with {threads} threads. The rule for RMS norms, which BackPACK has none
+- PyTorch's programs run in a process of their own, with {threads}. The rule for RMS norms, which BackPACK has none
   for, is this benchmark's.
 """
 
@@ -76,15 +76,15 @@ def text(sections: Mapping[str, Any], command: str, has_plot: bool) -> str:
     threads = {row["threads"] for s in sections.values() for row in s["rows"] if "threads" in row}
     parts = [
         _INTRO.format(
-            command=command,
-            machines=" and ".join(sorted({s["machine"] for s in sections.values()})),
-            versions=_versions(sections),
+            made=_made(sections, command),
             moments=MOMENTS,
             norms=NORMS,
             clipped=CLIPPED,
             clip=f"{CLIP_NORM:g}",
             tolerance=f"{_TOLERANCE:g}",
-            threads=" or ".join(map(str, sorted(threads))) or "as many as there are cores",
+            threads=f"{' or '.join(map(str, sorted(threads)))} threads"
+            if threads
+            else "as many threads as there are cores",
         )
     ]
     ahead: list[str] = []
@@ -99,8 +99,17 @@ def text(sections: Mapping[str, Any], command: str, has_plot: bool) -> str:
     for name, make in (("overhead", _overhead), ("processes", _processes), ("startup", _startup)):
         if name in sections:
             parts.append("\n".join([*make(sections[name]["rows"]), *_rounds(sections[name])]))
-    parts.append("\n".join(["## Where a peer is ahead", "", *(ahead or ["Nowhere in the sections above."])]))
+    if sections:
+        parts.append("\n".join(["## Where a peer is ahead", "", *(ahead or ["Nowhere in the sections above."])]))
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _made(sections: Mapping[str, Any], command: str) -> str:
+    about = f"`{command}`\n(its help says what is compared; `--dry_run` lists the sections)"
+    if not sections:
+        return f"To be made by {about}: no section has been measured for this page yet."
+    machines = " and ".join(sorted({s["machine"] for s in sections.values()}))
+    return f"Made by {about}, on {machines}.\n{_versions(sections)}"
 
 
 def _versions(sections: Mapping[str, Any]) -> str:

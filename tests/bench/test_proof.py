@@ -212,6 +212,7 @@ def test_the_page(tmp_path):
     assert "- mlp, mean and mean square: BackPACK (PyTorch) is faster (1.50, ours 2.00)." in text
     assert "- mlp, mean and mean square: micro_grad (JAX) is smaller (1.00, ours 2.00)." in text
     assert "| JAX: vmap(grad), mean and mean square | 2.00 | 1.00 |" in text  # seconds ~ batch², bytes ~ batch
+    assert "no section has been measured" in page.text({}, "python -m perex_t5x.bench", has_plot=False)
     assert "with 2 threads" in text and "jax 0.1, torch 2.0" in text
     assert "| perex_t5x | 1.030 | 1.030 (1.025 to 1.035) |" in text and "| --help | 1.00 (1.00 to 1.00) |" in text
 
