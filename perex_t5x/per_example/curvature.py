@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from perex_t5x.per_example.grad_statistics import grad_statistics
 
@@ -183,8 +184,7 @@ def gauss_newton_diagonal(
 
     def compute(params: Any, batch: Any, *extra: Any, **keywords: Any) -> Any:
         own = {k: v for k, v in keywords.items() if k not in ("weights", "first_index")}
-        alone = jax.tree.map(lambda x: x[:1], batch)
-        shape = jax.eval_shape(lambda: _outputs(outputs_fn(params, alone, *extra, **own), has_weights)[0])
+        shape = _one_example_outputs(outputs_fn, has_weights, params, batch, extra, own)
         return _total(
             lambda k: statistics(params, batch, jnp.asarray(k), *extra, **keywords)[0].mean_square, shape.size
         )
@@ -225,6 +225,25 @@ def _outputs(out: Any, has_weights: bool) -> tuple[jax.Array, jax.Array | None]:
             f"outputs_fn returns weights of shape {a.shape}; one for each position is needed, {f.shape[:-1]}."
         )
     return f, a
+
+
+def _one_example_outputs(
+    outputs_fn: Callable[..., Any], has_weights: bool, params: Any, batch: Any, extra: tuple[Any, ...], keywords: Any
+) -> Any:
+    """Shape of the outputs of one example. Nothing is sliced: one example of a sharded batch lies on no mesh axis."""
+    leaves, tree = jax.tree.flatten((params, batch, extra, keywords))
+    examples = len(jax.tree.leaves(params)), len(jax.tree.leaves((params, batch)))
+    arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | np.generic)}
+    shapes = {
+        i: jax.ShapeDtypeStruct((1, *x.shape[1:]) if i in range(*examples) else x.shape, x.dtype)
+        for i, x in arrays.items()
+    }
+
+    def outputs(arrays: dict[int, jax.Array]) -> jax.Array:
+        p, b, rest, named = jax.tree.unflatten(tree, [arrays.get(i, x) for i, x in enumerate(leaves)])
+        return _outputs(outputs_fn(p, b, *rest, **named), has_weights)[0]
+
+    return jax.eval_shape(outputs, shapes)
 
 
 def _total(one: Callable[[Any], Any], count: int) -> Any:

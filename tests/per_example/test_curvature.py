@@ -1,9 +1,12 @@
 """Diagonals of curvature matrices: against dense Jacobians and Hessians of tiny models."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from perex_t5x.per_example import curvature
@@ -171,3 +174,20 @@ def test_outputs_that_cannot_be(model, message):
         curvature.gauss_newton_diagonal(model)(PARAMS, FLAT)
     with pytest.raises(ValueError, match="weights of shape"):
         curvature.gauss_newton_diagonal(lambda p, b: (outputs(p, b), jnp.ones(3)), has_weights=True)(PARAMS, FLAT)
+
+
+@pytest.mark.parametrize("set_mesh", [False, True])
+def test_a_batch_on_explicit_axes(set_mesh):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    params = {"w": put(PARAMS["w"], "model"), "v": put(PARAMS["v"])}
+    batch = {k: put(x, "data") for k, x in SEQUENCE.items()}
+    scaled = lambda p, b, scale, *, kind: (scale * outputs(p, b), b["a"]) if kind == "scaled" else None  # noqa: E731
+    exact = curvature.gauss_newton_diagonal(scaled, has_weights=True)
+    sampled = curvature.fisher_diagonal(weighted, has_weights=True, num_samples=2)
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        found = exact(params, batch, 1.0, kind="scaled")
+        found_sampled = sampled(params, batch, jax.random.key(0))
+    assert found["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
+    assert_close(found, dense("categorical", SEQUENCE))
+    assert_close(found_sampled, sampled(PARAMS, SEQUENCE, jax.random.key(0)))
