@@ -172,7 +172,6 @@ def register_text_files(
     _add_lm(name, arguments, make_source, get_vocabulary(vocabulary or _default_vocabulary))
 
 
-@gin.configurable(module="perex_t5x.data.tasks")
 def register_tfexamples(
     paths: Sequence[str],
     inputs_key: str,
@@ -200,6 +199,7 @@ def register_tfexamples(
     return name
 
 
+@gin.configurable(module="perex_t5x.data.tasks")
 def register_all(vocabulary: str | seqio.Vocabulary | None = None, c4_name: str = "c4/en:3.1.0") -> None:
     """Registers all tasks of this module, or registers them again after the arguments changed.
 
