@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from perex_t5x import per_example
 from perex_t5x.hardware.devices import has_libtpu, tpu_devices
 from perex_t5x.per_example.engine import jaxprs, primitives
-from perex_t5x.per_example.kernels import dispatch, tiles
+from perex_t5x.per_example.kernels import dispatch, matmul, tiles
 from perex_t5x.per_example.kernels.matmul import sums_of_products
 from perex_t5x.per_example.reductions.reducer import ReductionContext
 from perex_t5x.per_example.statistic import canonical
@@ -161,7 +161,7 @@ def interpreted(monkeypatch):
         shapes.append((s.shape, r.shape))
         return sums_of_products(s, r, *arguments, **options, interpret=True)
 
-    monkeypatch.setattr(dispatch, "sums_of_products", kernel)
+    monkeypatch.setattr(matmul, "sums_of_products", kernel)
     monkeypatch.setattr(
         jax.lax, "platform_dependent", lambda *x, default, **forms: forms.get("tpu", default)(*x), raising=True
     )
