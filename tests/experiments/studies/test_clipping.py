@@ -95,28 +95,6 @@ def test_batch_clipping_in_front_of_an_optimizer():
     assert plain.needs == ("mean", "mean_square"), "as it is where there is no norm"
 
 
-def test_a_share_of_the_examples_is_no_text():
-    tf = pytest.importorskip("tensorflow")
-    from perex_t5x.experiments.studies import outliers
-
-    text = np.tile(np.arange(10, 26, dtype=np.int32), (2000, 1))
-    ds = tf.data.Dataset.from_tensor_slices({"targets": text})
-
-    def read():
-        import seqio
-
-        with seqio.utils.map_seed_manager(7):
-            return np.stack([row["targets"] for row in outliers.replace_some(ds, share=0.25).as_numpy_iterator()])
-
-    rows = read()
-    np.testing.assert_array_equal(rows, read())
-    changed = (rows != text).any(axis=1)
-    repeated = (rows == rows[:, :1]).all(axis=1)
-    assert changed.mean() == pytest.approx(0.25, abs=0.04) and repeated.mean() == pytest.approx(0.125, abs=0.03)
-    outlying = rows[changed]
-    assert outlying.min() >= 3 and outlying.max() <= 258 and rows.dtype == np.int32 and rows.shape == text.shape
-
-
 @pytest.mark.slow
 def test_from_end_to_end(tmp_path):
     found = studies.find("clipping")
@@ -132,7 +110,7 @@ def test_from_end_to_end(tmp_path):
     results = base.run_stages(
         found, sweep, str(tmp_path), overview=io.StringIO(), extensions=0,
         gin_files=["models/tiny.gin", "runs/pretrain.gin", "sweeps/batch_clip.gin"],
-        gin_bindings=[*BINDINGS, "TRAIN_STEPS = 4", "MIXTURE_OR_TASK_MODULE = 'perex_t5x.experiments.studies.outliers'"],
+        gin_bindings=[*BINDINGS, "TRAIN_STEPS = 4", "MIXTURE_OR_TASK_MODULE = 'perex_t5x.data.outliers'"],
     )  # fmt: skip
     assert {r.status for r in results} == {"done"}
     (loaded,) = load_folders([str(tmp_path)])
