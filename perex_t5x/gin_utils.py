@@ -67,7 +67,7 @@ class _Scan:
     defined: dict[str, Any] = field(default_factory=dict)  # macro -> last value, parsed
     used: dict[str, str] = field(default_factory=dict)  # macro -> where it is first used
     places: dict[tuple[str, str], str] = field(default_factory=dict)  # as `gin_values.check` takes them
-    includes: dict[str, list[str]] = field(default_factory=dict)  # file -> files that it includes
+    includes: dict[str, dict[int, str]] = field(default_factory=dict)  # file -> line: the file that it includes
     skipped: dict[str, set[int]] = field(default_factory=dict)  # file -> lines that are not its own settings
 
 
@@ -104,7 +104,7 @@ def _scan_statements(
     text: Any, where: str, search_paths: Sequence[str], scan: _Scan, including: tuple[str, ...] = ()
 ) -> None:
     names, own = BindingNames(), _Scan()
-    included_files, skipped = scan.includes[where], scan.skipped[where] = [], set()
+    included_files, skipped = scan.includes[where], scan.skipped[where] = {}, set()
     try:
         for statement in config_parser.ConfigParser(text, names):
             location = getattr(statement, "location", None)
@@ -117,11 +117,12 @@ def _scan_statements(
                     scan.imports[statement.format()] = name
                     scan.modules[name] = statement.module if whole else name
             elif isinstance(statement, config_parser.IncludeStatement):
-                included = find_file(statement.filename, search_paths, place)
+                beside = [os.path.dirname(where)] if including else []  # a folder's files belong together
+                included = find_file(statement.filename, [*beside, *search_paths], place)
                 if os.path.realpath(included) in including:
                     raise ConfigError(f"{place}: {included} includes itself, directly or through others. Take it out.")
                 _scan_file(included, search_paths, scan, including)
-                included_files.append(included)
+                included_files[line] = included
                 skipped.add(line)
             elif isinstance(statement, config_parser.BindingStatement):
                 selector = statement.selector.rpartition(".")[2] if statement.arg_name else statement.selector
@@ -336,7 +337,7 @@ def _not_called(reference: Any) -> Any:
 
 def _parse_file(path: str, scan: _Scan) -> None:
     """Parses a file; then once more, from the innermost included files outwards, what each sets by itself."""
-    with _plain_files_only(functools.partial(open, encoding="utf-8")):
+    with _plain_files_only(functools.partial(_with_found_includes, scan=scan)):
         gin.parse_config_file(path)
     if scan.includes[path]:
         with _plain_files_only(functools.partial(_own_settings, scan=scan)):
@@ -345,7 +346,7 @@ def _parse_file(path: str, scan: _Scan) -> None:
 
 
 def _innermost_first(path: str, scan: _Scan) -> Iterator[str]:
-    for included in scan.includes[path]:
+    for included in scan.includes[path].values():
         yield from _innermost_first(included, scan)
     yield path
 
@@ -356,11 +357,19 @@ class _NamedText(io.StringIO):
     name = ""
 
 
+def _with_found_includes(path: str, scan: _Scan) -> _NamedText:
+    """A file whose includes name the files that `find_file` found, whatever Gin would find."""
+    return _changed(path, {line: f"include {included!r}\n" for line, included in scan.includes[path].items()})
+
+
 def _own_settings(path: str, scan: _Scan) -> _NamedText:
     """A file without its includes and without what it requires, each line where it was."""
+    return _changed(path, dict.fromkeys(scan.skipped[path], "\n"))
+
+
+def _changed(path: str, lines: dict[int, str]) -> _NamedText:
     with open(path, encoding="utf-8") as f:
-        lines = f.readlines()
-    text = _NamedText("".join("\n" if i in scan.skipped[path] else line for i, line in enumerate(lines, 1)))
+        text = _NamedText("".join(lines.get(i, line) for i, line in enumerate(f, 1)))
     text.name = path
     return text
 

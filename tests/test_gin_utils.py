@@ -100,6 +100,19 @@ def test_includes_beside_the_file_and_from_another_directory(tmp_path, monkeypat
     assert gin.query_parameter("EVAL_STEPS/gin.macro.value") == 20
 
 
+def test_a_file_beside_the_including_one_comes_before_one_in_the_working_directory(tmp_path, monkeypatch):
+    """A ported configuration in a folder of its own includes its own files, not those that it was ported from."""
+    (tmp_path / "ported").mkdir()
+    (tmp_path / "ported" / "run.gin").write_text("include 'middle.gin'  # as it was\n")
+    (tmp_path / "ported" / "middle.gin").write_text("include 'size.gin'\n")
+    (tmp_path / "ported" / "size.gin").write_text("SIZE = 2\n")
+    (tmp_path / "size.gin").write_text("SIZE = 1\n")
+    (tmp_path / "middle.gin").write_text("from nowhere import something\n")
+    monkeypatch.chdir(tmp_path)
+    parse(files=["ported/run.gin"])
+    assert gin.query_parameter("SIZE/gin.macro.value") == 2
+
+
 def test_a_folder_of_the_same_name_in_the_working_directory_does_no_harm(tmp_path, monkeypatch):
     """MODEL_DIR = 'runs/first' makes a folder `runs`, which Python would take for a package of that name."""
     (tmp_path / "runs" / "first").mkdir(parents=True)

@@ -288,7 +288,7 @@ class ExtraGinFiles:
             if not isinstance(statement, config_parser.IncludeStatement):
                 continue
             name = statement.filename
-            included = gin_utils.find_file(name, search_paths, path)
+            included = gin_utils.find_file(name, [os.path.dirname(path), *search_paths], path)
             if os.path.isabs(name) or ".." in Path(name).parts:
                 raise ConfigError(
                     f"{path}: include {name!r} will not be found on another machine. Include it by a name within "
