@@ -100,11 +100,10 @@ def check_feature_lengths(provider: Any, lengths: Any, converter_cls: type) -> d
         if missing:
             problems.append(f"no length for {', '.join(map(repr, missing))}")
         if unknown:
-            problems.append(
-                f"{', '.join(map(repr, unknown))} not a feature of the model" + did_you_mean(unknown[0], needed)
-            )
+            problems.append(f"{', '.join(map(repr, unknown))} not a feature of the model")
+        hint = did_you_mean(unknown[0], needed) if unknown else ""
         raise ConfigError(
-            f"TASK_FEATURE_LENGTHS = {given}: {'; '.join(problems)}. The model ({converter_cls.__name__}) needs a "
+            f"TASK_FEATURE_LENGTHS = {given}: {'; '.join(problems)}.{hint} The model ({converter_cls.__name__}) needs a "
             f"length for {', '.join(needed)}, for example TASK_FEATURE_LENGTHS = { ({f: 512 for f in needed}) }."
         )
     return {f: given[f] for f in needed}

@@ -247,7 +247,7 @@ def Adafactor(  # noqa: N802 (T5X's name)
             change = jnp.where(jnp.isnan(change), 0.0, change)
         return change, *new
 
-    def update(updates: Any, state: AdafactorState, params: Any = None, **extra: Any) -> tuple[Any, AdafactorState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, AdafactorState]:
         del extra  # for other transformations in the same chain
         if params is None:
             raise ConfigError("Adafactor needs the parameters: optimizer.update(updates, state, params).")

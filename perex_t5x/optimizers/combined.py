@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ def _combined(made: optax.GradientTransformation, uses_rate: bool) -> CombinedTr
     return combined
 
 
-def _made(part: Any, learning_rate: Any, where: str) -> tuple[optax.GradientTransformation, bool]:
+def _made(part: Any, learning_rate: Any, where: str) -> tuple[Any, bool]:
     """A part as a transformation, and whether `learning_rate` is its rate."""
     if isinstance(part, optax.GradientTransformation):
         return part, getattr(part, "uses_rate", False)
@@ -122,7 +122,8 @@ def MultiOptimizer(  # noqa: N802 (T5X's name)
 
         return jax.tree_util.tree_map_with_path(label, params)
 
-    transforms = {str(i): part for i, (part, _) in enumerate(made)} | {"none": optax.set_to_zero()}
+    transforms: dict[Hashable, Any] = {str(i): part for i, (part, _) in enumerate(made)}
+    transforms["none"] = optax.set_to_zero()
     return _combined(optax.multi_transform(transforms, labels), any(uses for _, uses in made))
 
 

@@ -160,18 +160,21 @@ def scale_by_moments(
         raise ConfigError(f"{name}: a = b = 0 leaves nothing to divide by; one of them must be positive.")
     check_choice(name, "floor", floor, ("auto", "mean_square", "zero"))
     check_number(name, "floor_scale", floor_scale)
+    raised_to: str = floor
     if floor == "auto":
-        floor = "mean_square" if _can_be_negative(a, b) else "none"
-    needs = ("mean",) if _is_adams(a, b) and floor != "mean_square" and not keep_parts else ("mean", "mean_square")
+        raised_to = "mean_square" if _can_be_negative(a, b) else "nothing"
+    needs = ("mean",) if _is_adams(a, b) and raised_to != "mean_square" and not keep_parts else ("mean", "mean_square")
 
     def init(params: Any) -> Any:
         count, mu, nu = jnp.zeros((), jnp.int32), zero_moments(params, mu_dtype), zero_moments(params, nu_dtype)
         no_share = jnp.zeros((), jnp.float32)
         if keep_parts:
             return PartsState(count, mu, nu, zero_moments(params, nu_dtype), no_share)
-        if floor == "none":
+        if raised_to == "nothing":
             return MomentsState(count, mu, nu)
-        return FlooredState(count, mu, nu, zero_moments(params, nu_dtype) if floor == "mean_square" else (), no_share)
+        return FlooredState(
+            count, mu, nu, zero_moments(params, nu_dtype) if raised_to == "mean_square" else (), no_share
+        )
 
     def update(statistics: GradStatistics, state: Any, params: Any) -> tuple[Any, Any]:
         del params
@@ -186,14 +189,14 @@ def scale_by_moments(
             parts = ema(1, 0, state.squared_mean), ema(0, 1, state.variance)
             b_now = inverse_batch_size(statistics) if isinstance(b, str) else b
             nu = jax.tree.map(lambda signal, noise: a * signal + b_now * noise, *parts)
-            if floor == "mean_square":
+            if raised_to == "mean_square":
                 square = jax.tree.map(jnp.add, *parts)
         else:
             nu = ema(a, b, state.nu)
-            if floor == "mean_square":
+            if raised_to == "mean_square":
                 square = ema(1, 1, state.square)
         v_hat = optax.tree.bias_correction(nu, b2, count)
-        if floor == "mean_square":
+        if raised_to == "mean_square":
             factor = floor_scale * inverse_batch_size(statistics)
             lowest = jax.tree.map(lambda x: factor * x, optax.tree.bias_correction(square, b2, count))
         else:
@@ -205,7 +208,7 @@ def scale_by_moments(
             signal, noise = optax.tree.cast_like(parts, (state.squared_mean, state.variance))
             return steps, PartsState(count, mu, signal, noise, _share_below(v_hat, lowest))
         nu = optax.tree.cast_like(nu, state.nu)
-        if floor == "none":
+        if raised_to == "nothing":
             return steps, MomentsState(count, mu, nu)
         square = optax.tree.cast_like(square, state.square)
         return steps, FlooredState(count, mu, nu, square, _share_below(v_hat, lowest))

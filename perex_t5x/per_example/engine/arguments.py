@@ -225,7 +225,7 @@ def check_keys(arguments: Sequence[Any], roles: Roles, method: str) -> None:
                 raise ValueError(
                     f"{name} is not a PRNG key but {what}. Give jax.random.key(seed), or a tree of such keys."
                 )
-            implementation = str(jax.random.key_impl(key)) if is_typed else {2: "threefry2x32", 4: "rbg"}[shape[0]]
+            implementation = str(jax.random.key_impl(key)) if is_typed else "threefry2x32" if shape == (2,) else "rbg"
             if "rbg" in implementation and method in ("surgery", "vmap"):
                 raise ValueError(
                     f"{name} is a key of {implementation!r}: drawn for several examples at once, its numbers are not those "

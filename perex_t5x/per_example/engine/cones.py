@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
 
 from jax.extend import core
 
@@ -122,9 +123,9 @@ def find(
     for eqn in jaxpr.eqns:
         if id(eqn) in moves:
             continue
-        first, *others = [v for v in (*eqn.outvars, *_batched_inputs(eqn, depends)) if v in side] or [None]
-        for v in others:
-            parent[representative(v)] = representative(first)
+        together = [v for v in (*eqn.outvars, *_batched_inputs(eqn, depends)) if v in side]
+        for v in together[1:]:
+            parent[representative(v)] = representative(together[0])
     needed = {representative(v) for v in grown & for_all}
     roots: dict[core.Var, list[core.Var]] = {}
     for v in ends:
@@ -168,8 +169,9 @@ def _grown(
 
 def _size_before_broadcast(v: core.Var, sources: Mapping[core.Var, core.JaxprEqn]) -> int:
     eqn = sources.get(v)
-    is_broadcast = eqn is not None and eqn.primitive.name == "broadcast_in_dim"
-    return jaxprs.size_of(eqn.invars[0] if is_broadcast else v)
+    if eqn is not None and eqn.primitive.name == "broadcast_in_dim":
+        return jaxprs.size_of(eqn.invars[0])
+    return jaxprs.size_of(v)
 
 
 def _closed(
@@ -182,7 +184,8 @@ def _closed(
     used: set[int] = set()
     repeated: set[int] = set()
     leaves: dict[core.Var, None] = {}
-    todo, seen = list(roots), set()
+    todo: list[Any] = list(roots)
+    seen: set[core.Var] = set()
     while todo:
         v = todo.pop()
         if isinstance(v, core.Literal) or v in seen:

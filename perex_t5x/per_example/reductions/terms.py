@@ -21,7 +21,7 @@ class Term:
 
     eqn: core.JaxprEqn
     chain: tuple[core.JaxprEqn, ...]
-    times_zero: core.Var | None = None
+    times_zero: Any = None  # a variable
 
     def unary(self, x: jax.Array) -> jax.Array:
         """The casts and signs of the chain; they commute with its moves."""

@@ -226,10 +226,11 @@ def _rule_after(eqn: core.JaxprEqn, k: int, sources: Sources) -> Any:
         return functools.partial(_multiplied, 0)
     if name in ("mul", "div"):
         other = eqn.invars[1 - k]
-        is_number = isinstance(other, core.Literal) and np.ndim(other.val) == 0 and np.isfinite(other.val)
+        number = other.val if isinstance(other, core.Literal) else None
+        is_number = number is not None and np.ndim(number) == 0 and np.isfinite(number)
         # In float16 a sum that overflows before it is multiplied may not afterwards.
         is_wide = jnp.finfo(jaxprs.dtype_of(eqn.outvars[0])).maxexp >= jnp.finfo(jnp.float32).maxexp
-        if is_number and is_wide and (name == "mul" or (k == 0 and other.val)):
+        if is_number and is_wide and (name == "mul" or (k == 0 and number)):
             return functools.partial(_multiplied, k)
     return None
 

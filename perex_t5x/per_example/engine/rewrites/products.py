@@ -220,16 +220,17 @@ def selections_of_products(
             continue
         which, *cases = eqn.invars
         number = _number(which, sources)
-        products = [(k, v) for k, v in enumerate(cases) if not plan.is_zeros(v, sources)]
+        products: list[tuple[int, Any]] = [(k, v) for k, v in enumerate(cases) if not plan.is_zeros(v, sources)]
         if number is None or len(products) != 1:
             continue
-        ((k, v),) = products
+        produced: Any
+        k, produced = products[0]
         moves: list[core.JaxprEqn] = []
-        while v in tails and plan.is_permutation(sources[v][0]):
-            moves.insert(0, sources[v][0])
-            v = moves[0].invars[0]
-        if v in tails and sources[v][0].primitive.name == "dot_general":
-            product = sources[v][0]
+        while produced in tails and plan.is_permutation(sources[produced][0]):
+            moves.insert(0, sources[produced][0])
+            produced = moves[0].invars[0]
+        if produced in tails and sources[produced][0].primitive.name == "dot_general":
+            product = sources[produced][0]
             rule = functools.partial(_selected, number, k, product, moves)
             rules[id(eqn)] = Rule(rule, [number, *product.invars])
     return rewritten(program, rules)

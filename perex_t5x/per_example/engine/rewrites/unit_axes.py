@@ -134,7 +134,7 @@ def _like(
     writer: jaxprs.Writer, eqn: core.JaxprEqn, invars: Sequence[Any], params: dict[str, Any] | None = None
 ) -> list[core.Var]:
     """The equation, perhaps with other parameters, whose results are as they were but for axes of size one."""
-    return writer.add(eqn, invars, [jaxprs.of_shape(v.aval, _small(v.aval.shape)) for v in eqn.outvars], params)
+    return writer.add(eqn, invars, [jaxprs.of_shape(v.aval, _small(jaxprs.shape_of(v))) for v in eqn.outvars], params)
 
 
 def _elementwise(writer: jaxprs.Writer, eqn: core.JaxprEqn, invars: Sequence[Any]) -> list[core.Var]:
@@ -264,7 +264,7 @@ def _gathered(writer: jaxprs.Writer, eqn: core.JaxprEqn, invars: Sequence[Any]) 
     sizes = tuple(s for d, s in enumerate(eqn.params["slice_sizes"]) if d not in axes)
     params = {**eqn.params, "dimension_numbers": numbers, "slice_sizes": sizes}
     out = eqn.outvars[0].aval
-    small = jaxprs.of_shape(out, [size for d, size in enumerate(out.shape) if d not in places])
+    small = jaxprs.of_shape(out, [size for d, size in enumerate(jaxprs.shape_of(eqn.outvars[0])) if d not in places])
     return writer.add(eqn, [_squeeze(writer, eqn, operand, tuple(axes)), indices], [small], params)
 
 
