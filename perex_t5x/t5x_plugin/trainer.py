@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import clu.metrics
 import gin
@@ -14,7 +14,8 @@ import t5x.trainer
 from t5x.metrics import AveragePerStep, Sum
 from t5x.optimizers import OptaxWrapper
 
-from perex_t5x import optimizers
+from perex_t5x import arguments, optimizers
+from perex_t5x.arguments import Count, Interval, PositiveInt
 from perex_t5x.errors import ConfigError
 from perex_t5x.gradients import Gradient, GradientOptions, gradient_with_statistics
 from perex_t5x.optimizers.learning_rate import rate_of_built
@@ -53,16 +54,17 @@ class PerExampleTrainer(t5x.trainer.Trainer):
         train_state_axes: Any,
         rng: jax.Array,
         learning_rate_fn: Callable[..., Any] | None = None,
-        num_microbatches: int | None = None,
+        num_microbatches: Count | None = None,
         weight_metrics_computer: Any = None,
         *,
         monitor: bool = False,
-        microbatch_size: int | Literal["auto"] | None = None,
-        group_size: int = 1,
-        clip_norm: float | None = None,
+        microbatch_size: PositiveInt | Literal["auto"] | None = None,
+        group_size: PositiveInt = 1,
+        clip_norm: Annotated[float, Interval("(0, ∞)")] | None = None,
         non_finite: Literal["keep", "skip"] = "keep",
         own_loss_is_sum: bool = False,
     ):
+        arguments.check("PerExampleTrainer", arguments.hints(PerExampleTrainer), dict(locals()))
         given = {
             "learning_rate_fn": learning_rate_fn,
             "num_microbatches": num_microbatches,
@@ -165,12 +167,13 @@ class PerExampleTrainer(t5x.trainer.Trainer):
     def _check_batch(self, batch_size: int) -> None:
         shards, options = self._mesh.data_parallel_size, self._options
         unit = shards * options.num_microbatches
-        size = options.microbatch_size if isinstance(options.microbatch_size, int) else 1
-        if batch_size % unit or (batch_size // unit) % options.group_size or (batch_size // unit) % size:
+        size = options.microbatch_size if isinstance(options.microbatch_size, int) else options.group_size
+        if batch_size % unit or (batch_size // unit) % size or size % options.group_size:
             raise ConfigError(
                 f"BATCH_SIZE = {batch_size} does not split evenly: {shards} data shards x num_microbatches = "
                 f"{options.num_microbatches}, PerExampleTrainer.group_size = {options.group_size}, microbatch_size = "
-                f"{options.microbatch_size}. Every microbatch on every shard needs a whole number of each."
+                f"{options.microbatch_size}. Every microbatch on every shard needs a whole number of each, "
+                "and microbatch_size a whole number of groups."
             )
 
 
