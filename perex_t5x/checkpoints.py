@@ -43,7 +43,7 @@ from perex_t5x.best_checkpoints import (  # noqa: F401 (of this module's interfa
 )
 from perex_t5x.checkpoint_files import (
     DamagedError,
-    absolute,  # noqa: F401 (of this module's interface)
+    absolute,
     is_whole,
     legacy_file,
     newest,  # noqa: F401 (of this module's interface)
@@ -87,9 +87,10 @@ def data_dir(path: str) -> str:
 
 def checkpoint_paths(path: str, mode: str) -> list[str]:
     """Checkpoints that `path` names under a restore mode, oldest first. Raises `ConfigError` where there are none."""
-    folder = epath.Path(path)
     buckets.check(path, "RestoreCheckpointConfig.path", writes=False)
     binding = f"RestoreCheckpointConfig.path = {path!r}"
+    path = absolute(path)  # Orbax reads no others
+    folder = epath.Path(path)
     if not folder.exists():
         raise ConfigError(f"{binding}: this path does not exist.")
     if safetensors_files.is_here(path):

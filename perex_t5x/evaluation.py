@@ -66,8 +66,8 @@ def check_inference(
             protocol.require(model, protocol.Predicts, f"a metric of task {task.name!r}")
         if config.task_feature_lengths is None and any(map(_needs_lengths, task.preprocessors)):
             raise ConfigError(
-                f"{task.name!r} cuts its examples to a length, so TASK_FEATURE_LENGTHS = None ('the longest') has no "
-                "meaning for it: give lengths, for instance {'targets': 512}."
+                f"{task.name!r} cuts its examples to a length, so {binding}.task_feature_lengths = None ('the longest') "
+                "has no meaning for it: give lengths, for instance {'targets': 512}."
             )
         _check_target_field(task, config, evaluator_cls)
     name = type(model).__name__

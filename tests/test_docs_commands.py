@@ -154,6 +154,7 @@ HOW = {
     "experiments.study": How(None, ["--dry_run"]),  # their batches are too small for eight devices
     "experiments.report": How(None, []),
     "checkpoints": How(None, []),
+    "gin_port": How([], []),
     "chaos": How(None, ["--quick=false", "--faults=kill", "--settings=cached", "--trials=1"]),
     "preflight": How(None, ["--gin_file=models/nano.gin", "--gin.BATCH_SIZE=16", "--no_search", "--topology=v5e:2x2"]),
     "preflight.collectives": How(None, ["--gin_file=models/nano.gin"]),
@@ -174,6 +175,10 @@ class Line:
         return HOW[self.module]
 
     def with_words(self, more: list[str]) -> list[str]:
+        if any(
+            word.startswith("--gin_file=ported/") for word in self.words
+        ):  # the page's own run, small as it is
+            more = [word for word in more if word == "--dry_run"]
         words = [*self.how.elided, *self.words[:-1]] if self.words[-1:] == ("...",) else list(self.words)
         if any(word.startswith("--topology=") for word in more):  # instead of a pod's
             words = [word for word in words if not word.startswith("--gin_file=meshes/")]
@@ -217,7 +222,9 @@ def write_files(page: Path, folder: Path) -> None:
 
 
 def cheap_lines(page: Path) -> list[Line]:
-    return [line for block in COMMANDS[page] for line in lines_of(block) if line.how.cheap is not None]
+    """Without those that need the checkpoint of a run before them: there the runs are dry."""
+    lines = [line for block in COMMANDS[page] for line in lines_of(block) if line.how.cheap is not None]
+    return [line for line in lines if not any("/checkpoint_" in word for word in line.words)]
 
 
 @pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: page.name)

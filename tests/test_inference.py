@@ -55,6 +55,18 @@ def test_eval_scores_every_checkpoint_asked_for(run, tmp_path):
     assert any(p.suffix == ".jsonl" and p.name != "metrics.jsonl" for p in tmp_path.rglob("*"))
 
 
+@pytest.mark.parametrize("mode", ["specific", "latest"])
+def test_a_checkpoint_is_named_from_the_working_directory(run, tmp_path, monkeypatch, mode):
+    monkeypatch.chdir(run.parent)
+    name = f"{run.name}/checkpoint_4" if mode == "specific" else run.name
+    bindings = (
+        "infer_script.infer.mode = 'score'",
+        "NUM_EXAMPLES = 2",
+        f"utils.RestoreCheckpointConfig.mode = '{mode}'",
+    )
+    assert len(predict(name, tmp_path, *bindings)) == 2
+
+
 def test_scores_do_not_depend_on_the_batch_size(run, tmp_path):
     a = predict(run, tmp_path / "a", "infer_script.infer.mode = 'score'")
     b = predict(run, tmp_path / "b", "infer_script.infer.mode = 'score'", "BATCH_SIZE = 8", "NUM_EXAMPLES = 20")
