@@ -175,9 +175,7 @@ class Line:
         return HOW[self.module]
 
     def with_words(self, more: list[str]) -> list[str]:
-        if any(
-            word.startswith("--gin_file=ported/") for word in self.words
-        ):  # the page's own run, small as it is
+        if any(word.startswith("--gin_file=ported/") for word in self.words):  # the page's own run, small as it is
             more = [word for word in more if word == "--dry_run"]
         words = [*self.how.elided, *self.words[:-1]] if self.words[-1:] == ("...",) else list(self.words)
         if any(word.startswith("--topology=") for word in more):  # instead of a pod's

@@ -103,7 +103,9 @@ def test_includes_beside_the_file_and_from_another_directory(tmp_path, monkeypat
 def test_a_file_beside_the_including_one_comes_before_one_in_the_working_directory(tmp_path, monkeypatch):
     """A ported configuration in a folder of its own includes its own files, not those that it was ported from."""
     (tmp_path / "ported").mkdir()
-    (tmp_path / "ported" / "run.gin").write_text("include 'middle.gin'  # as it was\n")
+    (tmp_path / "ported" / "run.gin").write_text(
+        "include 'middle.gin'  # as it was\ninclude 'models/tiny.gin'\ninclude 'runs/pretrain.gin'\n"
+    )
     (tmp_path / "ported" / "middle.gin").write_text("include 'size.gin'\n")
     (tmp_path / "ported" / "size.gin").write_text("SIZE = 2\n")
     (tmp_path / "size.gin").write_text("SIZE = 1\n")
