@@ -139,14 +139,19 @@ def transposes(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple
     del batched
     tails, sources = tails_of(program.jaxpr, wanted), jaxprs.source_of(program.jaxpr)
     rules: dict[int, list[core.JaxprEqn]] = {}
+    # Result of a transpose -> (the product it comes from, what makes it now). The gradient of `table` in x @ table.T ends in
+    # two transposes: the operands are exchanged, and exchanged back.
+    made: dict[Any, tuple[core.JaxprEqn, core.JaxprEqn]] = {}
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name != "transpose" or eqn.outvars[0] not in tails or eqn.invars[0] not in tails:
             continue
-        product = sources[eqn.invars[0]][0]
-        if product.primitive.name == "dot_general" and _exchanges(product, eqn.params["permutation"]):
+        before = sources[eqn.invars[0]][0]
+        product, now = made.get(eqn.invars[0], (before, before))
+        if now.primitive.name == "dot_general" and _exchanges(now, eqn.params["permutation"]):
             # Both equations are replaced: the product then makes the transpose's result.
-            rules[id(product)] = [_exchanged(product, eqn.outvars)]
-            rules[id(eqn)] = []
+            exchanged = _exchanged(now, eqn.outvars)
+            rules[id(product)], rules[id(eqn)] = [exchanged], []
+            made[eqn.outvars[0]] = product, exchanged
     return rewritten(program, rules)
 
 
