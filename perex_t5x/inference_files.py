@@ -169,7 +169,7 @@ class Output:
 def decoding_bindings() -> str:
     """What Gin binds that decides how a model predicts."""
     lines = gin.config_str(max_line_length=10_000).splitlines()
-    return "; ".join(line for line in lines if re.search(r"^[^#]*(decod|predict_batch).*=", line))
+    return "; ".join(line for line in lines if re.search(r"^[^#=]*(decod(?!er)|predict_batch)[^=]*=", line))
 
 
 def by_name(aux: list[Any], as_numpy: bool) -> dict[str, list[Any]]:

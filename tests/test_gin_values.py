@@ -105,7 +105,8 @@ def test_a_function_of_another_kind_is_found_by_a_dry_run(argument):
 def test_an_argument_that_nothing_is_bound_to_is_named(tmp_path):
     path = tmp_path / "few.gin"
     path.write_text(
-        "from __gin__ import dynamic_registration\nfrom perex_t5x import train as train_script\ntrain_script.train.total_steps = 3\n"
+        "from __gin__ import dynamic_registration\nfrom perex_t5x import train as train_script\n"
+        "train_script.train.total_steps = 3\n"
     )
     gin_utils.parse_gin_flags([], [str(path)], [], finalize_config=False)
     with pytest.raises(ConfigError, match=r"Nothing is bound to train.model, .*train.partitioner"):
