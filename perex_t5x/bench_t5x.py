@@ -77,7 +77,7 @@ def benchmark_t5x(
         print(json.dumps(result), flush=True)
         for kind, ratio in result["time"].items():
             processor_ratio = result["processor_time"][kind]
-            line = f"  {name:15} {kind:16} time {ratio:.3f}  processor time {processor_ratio:.3f}"
+            line = f"  {name:15} {kind:23} time {ratio:.3f}  processor time {processor_ratio:.3f}"
             print(line, file=sys.stderr, flush=True)
         results.append(result)
         for trainer in trainers.values():
@@ -132,7 +132,7 @@ def _trainers(name: str, size: Size) -> tuple[Iterator[Any], dict[str, Any]]:
         "adamw": trainer(ours, t5x_plugin.PerExampleOptimizer(optax.adamw)),
         "adamw, monitor": trainer(ours, t5x_plugin.PerExampleOptimizer(optax.adamw), monitor=True),
         "micro_adam": trainer(ours, t5x_plugin.micro_adam()),
-        "micro_adam, auto": trainer(ours, t5x_plugin.micro_adam(), microbatch_size="auto"),
+        "micro_adam, all at once": trainer(ours, t5x_plugin.micro_adam(), microbatch_size=None),
     }
 
     def feed() -> Iterator[Any]:

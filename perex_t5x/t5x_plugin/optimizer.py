@@ -41,6 +41,9 @@ class PerExampleOptimizer(OptimizerDef):
       optimizer: a function with a `learning_rate` argument that returns an optax transformation, such as
         `optimizers.micro_adam` or `optax.lion`: T5X's `Trainer.learning_rate_fn` then gives the rate; or a transformation
         that is already built and has its own.
+
+    >>> PerExampleOptimizer(optax.lion).uses_rate, PerExampleOptimizer(optax.lion(1e-3)).uses_rate
+    (True, False)
     """
 
     def __init__(self, optimizer: Callable[..., optax.GradientTransformation] | optax.GradientTransformation):

@@ -39,7 +39,8 @@ class PerExampleTrainer(t5x.trainer.Trainer):
       learning_rate_fn, num_microbatches, weight_metrics_computer: as in `t5x.trainer.Trainer`. Microbatches share the global
         batch's normaliser, so their number changes no gradient.
       monitor: logs the noise scale of the gradients, whatever the optimizer reads.
-      microbatch_size, group_size, clip_norm, non_finite: as in `perex_t5x.trainer.Trainer`.
+      microbatch_size, group_size, clip_norm, non_finite: as in `perex_t5x.trainer.Trainer`; without `num_microbatches` the
+        engine chooses `microbatch_size` for the platform.
       own_loss_is_sum: for a model with a `loss_fn` of its own: that its loss is a sum over examples, for a fixed
         `loss_normalizing_factor`.
     """
@@ -52,13 +53,13 @@ class PerExampleTrainer(t5x.trainer.Trainer):
         eval_names: Any,
         summary_dir: str | None,
         train_state_axes: Any,
-        rng: jax.Array,
+        rng: Any,
         learning_rate_fn: Callable[..., Any] | None = None,
         num_microbatches: Count | None = None,
         weight_metrics_computer: Any = None,
         *,
         monitor: bool = False,
-        microbatch_size: PositiveInt | Literal["auto"] | None = None,
+        microbatch_size: PositiveInt | Literal["auto"] | None = "auto",
         group_size: PositiveInt = 1,
         clip_norm: Annotated[float, Interval("(0, ∞)")] | None = None,
         non_finite: Literal["keep", "skip"] = "keep",

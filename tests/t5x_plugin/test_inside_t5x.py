@@ -355,6 +355,13 @@ def test_a_misspelt_argument_of_an_optimizer_is_refused():
         t5x_plugin.micro_adam(b3=0.5)
 
 
+@pytest.mark.parametrize("argument", [{"non_finite": "drop"}, {"group_size": 0}, {"microbatch_size": "atuo"}])
+def test_an_argument_out_of_range_is_refused_first_of_all(argument):
+    [(name, value)] = argument.items()
+    with pytest.raises(ConfigError, match=f"PerExampleTrainer.{name} = {value!r}"):
+        t5x_plugin.PerExampleTrainer(None, None, None, (), None, None, None, **argument)
+
+
 # --- the rest of the trainer ------------------------------------------------------------------------------------------
 
 
