@@ -467,7 +467,9 @@ def call(function: Callable[..., Any], **given: Any) -> Any:
     with building():
         bound = {**gin.get_bindings(function), **given}
         parameters = inspect.signature(function).parameters.values()
-        missing = [p.name for p in parameters if p.default is p.empty and p.kind is p.KEYWORD_ONLY and p.name not in bound]
+        missing = [
+            p.name for p in parameters if p.default is p.empty and p.kind is p.KEYWORD_ONLY and p.name not in bound
+        ]
         if missing:
             bindings = ", ".join(f"{function.__name__}.{name}" for name in missing)
             raise ConfigError(f"Nothing is bound to {bindings}. The Gin files in runs/ bind all that is needed.")
