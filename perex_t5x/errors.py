@@ -188,7 +188,9 @@ def did_you_mean(name: str, known: Iterable[str], *, count: int = 1) -> str:
     " Did you mean 'num_encoder_layers' or 'num_decoder_layers'?"
     """
     known, words = list(known), set(name.split("_"))
-    near = [other for other in known if words < set(other.split("_"))] if len(words) > 1 else []
+    near = difflib.get_close_matches(name, known, n=count, cutoff=0.9)  # a typing error
+    if not near and len(words) > 1:
+        near = [other for other in known if words < set(other.split("_"))]
     if not 0 < len(near) <= max(count, 2):
         near = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
     if not near:

@@ -120,8 +120,9 @@ def infer(
         method = "score_batch" if mode == "score" else "predict_batch_with_aux"
         check_outputs(fn, model, partitioner, dataset_cfg, f"{type(model).__name__}.{method}", for_metrics=False)
         tasks = seqio.get_subtasks(provider)
-        for task in tasks:
-            _check_output_feature(task, output_vocab_feature_name)
+        if mode != "score":  # scores are not decoded
+            for task in tasks:
+                _check_output_feature(task, output_vocab_feature_name)
         if dry_run:
             restore = functools.partial(check_params, fallback=fallback_init_rng is not None)
             restore(model, partitioner, path, restore_checkpoint_cfg, dataset_cfg)
@@ -170,7 +171,8 @@ def infer(
                 results = [result for _, result in runner(params, [(index, features) for index, features, _ in chunk])]
                 if is_writer:
                     aux = by_name([aux for _, aux in results], keep_aux_as_numpy)
-                    vocabulary = task.output_features[output_vocab_feature_name].vocabulary
+                    decoded = task.output_features.get(output_vocab_feature_name)
+                    vocabulary = decoded and decoded.vocabulary
                     texts = [_with_texts(example, task) for _, _, example in chunk]
                     write_fn(output.chunk_path(number), ([x for x, _ in results], aux), texts, mode, vocabulary)
                     output.chunk_complete(number)

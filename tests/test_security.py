@@ -27,6 +27,8 @@ MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "she
 LOADERS = {"yaml": {"load", "load_all", "unsafe_load", "full_load"}, "pandas": {"read_pickle"}, "pd": {"read_pickle"}}
 # The type annotations of functions that Gin configures, which are code already.
 MAY_EVALUATE = {"arguments.py"}
+# It times PyTorch, and reads nothing with it.
+MAY_USE_TORCH = {"bench/torch_child.py"}
 
 
 def unsafe(source: str) -> list[str]:
@@ -67,7 +69,9 @@ def test_the_search_finds(source):
 
 
 def test_the_package_unpickles_nothing():
-    paths = [path for path in PACKAGE.rglob("*.py") if str(path.relative_to(PACKAGE)) not in MAY_EVALUATE]
+    paths = [
+        path for path in PACKAGE.rglob("*.py") if str(path.relative_to(PACKAGE)) not in MAY_EVALUATE | MAY_USE_TORCH
+    ]
     found = {str(path.relative_to(PACKAGE)): unsafe(path.read_text()) for path in paths}
     assert {path: names for path, names in found.items() if names} == {}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from perex_t5x import extras
+from perex_t5x import buckets, extras
 from perex_t5x.cli import dispatch
 from tests.cli import in_process
 from tests.cli.in_process import Command
@@ -37,6 +37,7 @@ def same(message: str, said: str) -> bool:
 def test_what_training_refuses(title, command, message, tmp_path, monkeypatch):
     for name in ("GOOGLE_APPLICATION_CREDENTIALS", "STORAGE_EMULATOR_HOST"):
         monkeypatch.delenv(name, raising=False)
+    buckets.client.cache_clear()  # another test's, with its credentials
     words = shlex.split(command.replace(" ... ", f" {STANDS_FOR.strip()} ").replace("\\\n", " "))[2:]
     code, said = in_process.run(Command("perex_t5x.train"), [*words, "--dry_run"], tmp_path)
     assert code == 2 and same(message, said), said

@@ -380,9 +380,9 @@ def test_failed_write_says_what_is_safe(tmp_path, monkeypatch):
     [
         (
             ["TRAIN_STEPS = 0"],
-            r"train.total_steps = 0 .*macro TRAIN_STEPS.*: must be a whole number",
+            "TRAIN_STEPS = 0: give at least 1",
         ),
-        (["TRAIN_STEPS = 1", "EVAL_PERIOD = 0"], "train.eval_period = 0"),
+        (["TRAIN_STEPS = 1", "EVAL_PERIOD = -1"], "train.eval_period = -1"),
         (["TRAIN_STEPS = 1", "BATCH_SIZE = 12"], "DatasetConfig.batch_size = 12 .*8 data shards"),
         (["TRAIN_STEPS = 1", "trainer.Trainer.num_microbatches = 3"], "num_microbatches = 3"),
         (
@@ -444,6 +444,7 @@ def test_loop_reads_metrics_one_step_late():
             self._pending = None
             self._last_step, self._profiler = 3, Profiler("", None)
             self._stop = self._evaluated = None
+            self._evaluate_first, self._gc_period, self._ended = False, 0, None
             self._monitor_fn = self._learning_rates = None
             self._make_progress = functools.partial(Progress, enabled=False)
             self._trainer = type("T", (), {"partitioner": type("P", (), {"data_sharding": None})})

@@ -153,8 +153,8 @@ def test_bad_optimizer_and_rate_are_named():
         Trainer(make_model(optimizer_def=lambda: optax.sgd(0.1)), make_partitioner(1, 1), 0.1)
     with pytest.raises(ConfigError, match="learning_rate_fn = 'fast'"):
         Trainer(make_model(), make_partitioner(1, 1), "fast")
-    with pytest.raises(ConfigError, match="num_microbatches = 0"):
-        Trainer(make_model(), make_partitioner(1, 1), 0.1, num_microbatches=0)
+    with pytest.raises(ConfigError, match="num_microbatches = -1"):
+        Trainer(make_model(), make_partitioner(1, 1), 0.1, num_microbatches=-1)
 
 
 class _Lowered:

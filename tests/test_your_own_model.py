@@ -1,5 +1,6 @@
 """docs/your_own_model.md, executed: its files are written to a folder and trained from there, as a reader would."""
 
+import functools
 import json
 import pathlib
 import re
@@ -115,9 +116,11 @@ def test_scores_of_its_examples(folder, tmp_path):
         restore_checkpoint_cfg=RestoreCheckpointConfig(str(tmp_path / "run")),
         output_dir=str(tmp_path / "scores"),
         num_examples=12,
+        write_fn=functools.partial(infer.write_inferences_to_file, include_all_inputs=True),
     )
     rows = [json.loads(line) for line in open(path, encoding="utf-8")]
-    batch = {name: np.array([row[name] for row in rows], np.asarray(rows[0][name]).dtype) for name in lengths}
+    inputs = [row["inputs"] for row in rows]
+    batch = {name: np.array([x[name] for x in inputs], np.asarray(inputs[0][name]).dtype) for name in lengths}
     expected = ScoringModel(None).score_batch(jax.device_get(state.params), batch)
     np.testing.assert_allclose([row["score"] for row in rows], expected, rtol=1e-4)
     assert len(rows) == 12

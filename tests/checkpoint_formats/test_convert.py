@@ -44,7 +44,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# By default those of which every other is a part.
+_BY_DEFAULT = ("t5 in bfloat16", "decoder tied", "adafactor")
+
+
+@pytest.mark.parametrize("case", [c if c in _BY_DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_there_and_back_is_the_identity(tmp_path, case):
     leaves = CASES[case]
     path = support.write_legacy(tmp_path / "checkpoint_7", leaves)
@@ -65,7 +69,10 @@ def test_there_and_back_is_the_identity(tmp_path, case):
 
 
 @pytest.mark.parametrize("layout", layers.LAYOUTS)
-@pytest.mark.parametrize("case", ["t5 in bfloat16", "adafactor", "layers in axis 0", "layers in axis 1"])
+@pytest.mark.parametrize(
+    "case",
+    ["adafactor", *(pytest.param(c, marks=pytest.mark.slow) for c in CASES if c.startswith(("t5 in", "layers")))],
+)
 def test_layers_change_places_and_back(tmp_path, case, layout):
     leaves = CASES[case]
     path = support.write_legacy(tmp_path / "checkpoint_7", leaves)
