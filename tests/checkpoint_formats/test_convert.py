@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import types
 
 import numpy as np
@@ -162,10 +163,17 @@ def test_what_is_left_out(tmp_path):
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def source(tmp_path):
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
     params = support.t5_params()
-    return support.write_legacy(tmp_path / "source" / "checkpoint_7", support.state_dict(params, support.adam(params)))
+    path = tmp_path_factory.mktemp("written") / "checkpoint_7"
+    return support.write_legacy(path, support.state_dict(params, support.adam(params)))
+
+
+@pytest.fixture
+def source(written, tmp_path):
+    """A checkpoint that a test may damage."""
+    return str(shutil.copytree(written, tmp_path / "source" / "checkpoint_7"))
 
 
 @pytest.mark.parametrize("to", ["legacy", "orbax", "safetensors"])

@@ -136,6 +136,7 @@ def test_the_launchers_take_the_files(tmp_path, name, model):
     assert all(run.name in manifest for run in stage.runs)
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_gcloud_takes(tmp_path):
     module = "perex_t5x.experiments.study"
     said = run_command("-m", module, "noise_scale", "--scale=pod", f"--out={tmp_path}", "--sweep.seeds=[0]").stdout
