@@ -126,6 +126,8 @@ from tests import tiny
 
 def at_step(step):
     if step == 7:
+        while not os.path.exists(os.path.join({str(tmp_path)!r}, 'checkpoint_4')):
+            time.sleep(0.1)
         time.sleep(1)  # its lines are stored by now
         os.kill(os.getpid(), signal.SIGKILL)
 
