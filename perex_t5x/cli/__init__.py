@@ -18,6 +18,7 @@ import io
 import logging
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -99,6 +100,10 @@ def run(
     except Exception:
         _end_within(GRACE, Reason.ERROR.exit_code)
         raise
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # at the very end Python would complain, in lines of its own
+        output_is_read()
     if code:
         _end_within(GRACE, code if isinstance(code, int) else Reason.ERROR.exit_code)
     sys.exit(code)
@@ -171,6 +176,10 @@ def guarded(function: Callable[[], int | None], messages: tuple[type[Exception],
             _stop_together()
             return _failed(e, Reason.INTERRUPTED)
         except Exception as e:
+            if isinstance(e, BrokenPipeError) and not output_is_read():  # `| head` has what it wants
+                status.write(Reason.INTERRUPTED, said := "nobody reads the output any more")
+                _end_all_processes(said, Reason.INTERRUPTED, e, said)
+                return Reason.INTERRUPTED.exit_code
             if signal_name := status.interruption():  # what a library has made of it
                 return _failed(KeyboardInterrupt(f"stopped by {signal_name}"), Reason.INTERRUPTED)
             if is_full_disk(e):
@@ -184,6 +193,20 @@ def guarded(function: Callable[[], int | None], messages: tuple[type[Exception],
             raise
         status.write(Reason.of_exit_code(code))
         return code
+
+
+def output_is_read() -> bool:
+    """Whether someone reads standard output; if not, it is pointed nowhere, so that the process's end does not complain."""
+    try:
+        number = sys.stdout.fileno()
+    except (OSError, ValueError, AttributeError):  # no file: a notebook's
+        return True
+    poll = select.poll()
+    poll.register(number, 0)
+    if any(event & select.POLLERR for _, event in poll.poll(0)):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        return False
+    return True
 
 
 def cleaned(message: str) -> str:

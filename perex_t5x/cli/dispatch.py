@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from perex_t5x import __version__
-from perex_t5x.errors import ConfigError, did_you_mean
+from perex_t5x import __version__, cli
+from perex_t5x.errors import ConfigError, Reason, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,16 @@ def run(command: Command, words: list[str]) -> None:
 
 def main() -> None:
     """The command `perex`. Ends with the command's exit code."""
-    name, *words = sys.argv[1:] or ["help"]
+    try:
+        _main(*(sys.argv[1:] or ["help"]))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has what it wants; commands end by themselves
+        if cli.output_is_read():
+            raise
+        sys.exit(Reason.INTERRUPTED.exit_code)
+
+
+def _main(name: str, *words: str) -> None:
     if name in ("help", "--help", "-h", "-help"):
         print(usage())
     elif name in ("--version", "version"):
@@ -134,7 +143,7 @@ def main() -> None:
     else:
         try:
             command = find(name)
-            run(command, words)
+            run(command, list(words))
         except ConfigError as e:  # commands print their own errors
             print(f"ERROR: {e}", file=sys.stderr)
             sys.exit(e.reason.exit_code)

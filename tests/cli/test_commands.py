@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from perex_t5x.errors import Reason
+
 ENV = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 
 
@@ -79,3 +81,13 @@ def test_a_configuration_error_is_one_message_and_exit_code_2(arguments, message
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr and "In call to configurable" not in result.stderr
+
+
+@pytest.mark.parametrize("words", [("-m", "perex_t5x.train", "--help"), ("-m", "perex_t5x", "--help")])
+def test_output_that_nobody_reads_is_no_error(words):
+    """As of `perex train --help | head -1`: the other end of the pipe is closed before everything is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as out:
+        done = subprocess.run([sys.executable, *words], stdout=out, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (Reason.INTERRUPTED.exit_code, "")
