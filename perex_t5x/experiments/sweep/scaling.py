@@ -25,7 +25,6 @@ from typing import Any
 
 import gin
 
-from perex_t5x import utils
 from perex_t5x.errors import ConfigError
 
 # --- the rules --------------------------------------------------------------------------------------------------------
@@ -184,7 +183,7 @@ class BaseSettings:
 
 def read_settings() -> BaseSettings:
     """Reads the configuration that Gin holds."""
-    from perex_t5x import monitoring, trainer
+    from perex_t5x import monitoring, trainer, utils
     from perex_t5x import train as train_script
 
     train = train_script.train
