@@ -163,7 +163,9 @@ def guarded(function: Callable[[], int | None], messages: tuple[type[Exception],
         OSError, ValueError, AttributeError, RuntimeError
     ):  # stderr is no file, or not this thread
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # whoever supervises a process that hangs can see where
-    with _interrupted_by_signals():
+    with contextlib.ExitStack() as stack:
+        stack.callback(status.ended)
+        stack.enter_context(_interrupted_by_signals())
         try:
             code = function() or 0
         except SystemExit as e:  # of absl: --help, or the code that the command returned
@@ -252,11 +254,8 @@ def _interrupted_by_signals() -> Iterator[None]:
     # What is ignored stays ignored: that is how nohup works.
     wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     numbers = [n for n in wanted if signal.getsignal(n) is not signal.SIG_IGN]
-    try:
-        with subprocesses.forwarding(interrupt, numbers):
-            yield
-    finally:
-        status.interrupted_by("")  # whoever catches this command's end may start another
+    with subprocesses.forwarding(interrupt, numbers):
+        yield
 
 
 def _failed(error: BaseException, reason: Reason) -> int:

@@ -113,6 +113,12 @@ def begin() -> None:
             os.unlink(_file)
 
 
+def ended() -> None:
+    """At the end of a command: whoever catches it may start another one, or train, in the same process."""
+    global _is_run, _interruption
+    _is_run, _interruption = False, ""
+
+
 def is_run() -> None:
     """That this process is a run: its status is that of its folder. Processes that hold several runs are not."""
     global _is_run
@@ -125,7 +131,7 @@ def is_single_run() -> bool:
 
 
 def interrupted_by(name: str) -> None:
-    """That a signal has asked this command to stop; "": that it has ended."""
+    """That a signal has asked this command to stop."""
     global _interruption
     _interruption = name
 

@@ -77,6 +77,14 @@ def test_a_signal_to_one_command_is_not_heard_by_the_next():
         assert not interrupts.stop_here()
 
 
+def test_a_process_whose_command_has_ended_is_no_longer_its_run():
+    def run():
+        status.is_run()
+        assert status.is_single_run()
+
+    assert cli.guarded(run) == 0 and not status.is_single_run()  # a run's time begins with its process, another's does not
+
+
 @pytest.mark.parametrize(
     ("how", "reason", "code", "message"),
     [
