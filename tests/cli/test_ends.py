@@ -82,7 +82,9 @@ def test_a_process_whose_command_has_ended_is_no_longer_its_run():
         status.is_run()
         assert status.is_single_run()
 
-    assert cli.guarded(run) == 0 and not status.is_single_run()  # a run's time begins with its process, another's does not
+    assert (
+        cli.guarded(run) == 0 and not status.is_single_run()
+    )  # a run's time begins with its process, another's does not
 
 
 @pytest.mark.parametrize(
