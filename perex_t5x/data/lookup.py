@@ -160,6 +160,7 @@ def _check_file(vocabulary: Any) -> None:
 
 def verify_matching_vocabs(cfg: Any, model: Any) -> None:
     """`check_vocabulary` of a dataset configuration's task, as T5X names it."""
+    get_mixture_or_task(cfg.mixture_or_task_name, cfg.module)
     check_vocabulary(cfg.mixture_or_task_name, model)
 
 
