@@ -327,6 +327,9 @@ def port_files(
 
     for file in files:
         names[os.path.realpath(file)] = os.path.basename(file)
+        if shipped := rules.shipped_includes(os.path.abspath(file)):
+            flags = " ".join(f"--gin_file={name}" for name in shipped)
+            notes.append(Note(file, 1, "note", flags, "stands for this file of T5X's; it need not be ported"))
     while waiting:
         name, written, file = waiting.pop(0)
         port = Port(_read(file), written, lambda path, file=file: find(path, file), include if with_includes else None)

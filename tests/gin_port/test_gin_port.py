@@ -251,6 +251,14 @@ def test_every_file_that_stands_for_one_of_t5x_is_shipped():
             gin_utils.find_file(name, [gin_utils.shipped_gin_dir()], "here")
 
 
+def test_files_of_t5x_that_need_not_be_ported_are_named(tmp_path):
+    file = tmp_path / "t5x" / "configs" / "runs" / "eval.gin"
+    file.parent.mkdir(parents=True)
+    file.write_text("MIXTURE_OR_TASK_NAME = %gin.REQUIRED\n")
+    (note,) = port_files([str(file)], [], with_includes=False)[1]
+    assert (note.what, note.text) == ("note", "--gin_file=from_t5x/eval.gin")
+
+
 def test_the_command(written, tmp_path):
     def run(*flags):
         command = [sys.executable, "-m", "perex_t5x.gin_port", *flags]
