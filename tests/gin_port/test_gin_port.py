@@ -213,6 +213,18 @@ def test_names_that_a_file_does_not_import_are_imported():
     assert "from perex_t5x.models import scalable_network as network" in scalable
 
 
+def test_t5x_as_a_whole():
+    text = (
+        "import t5x\nimport t5x.utils\nt5x.utils.SaveCheckpointConfig.period = 3\nOPTIMIZER = @t5x.adafactor.Adafactor()\n"
+        "t5x.export_lib.save.model_name = 'a'\n"
+    )
+    assert Port(text, "a.gin", lambda path: None).run() == (
+        "import perex_t5x.optimizers.adafactor\nimport perex_t5x.utils\nimport perex_t5x.utils\n"
+        "perex_t5x.utils.SaveCheckpointConfig.period = 3\nOPTIMIZER = @perex_t5x.optimizers.adafactor.Adafactor()\n"
+        "# gin_port: this module of T5X's has no counterpart.\n# t5x.export_lib.save.model_name = 'a'\n"
+    )
+
+
 def test_what_main_is(written):
     for line, module in (
         ("s.evaluate.model = 1", "eval"),
