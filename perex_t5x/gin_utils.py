@@ -509,6 +509,18 @@ def configured(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
 
+def bound_names(function: Callable[..., Any]) -> set[str]:
+    """The names of the arguments of a function that Gin has values for, in the scope in which this is called.
+
+    >>> bound_names(len)
+    set()
+    """
+    try:
+        return set(gin.get_bindings(inspect.unwrap(function), resolve_references=False))
+    except ValueError:  # not registered
+        return set()
+
+
 def summarize_gin_config(model_dir: str, summary_writer: Any = None, step: int = 0) -> None:
     """Writes the whole configuration to `config.gin` in `model_dir`, and as text to TensorBoard.
 

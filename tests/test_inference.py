@@ -333,6 +333,17 @@ def test_the_vocabularies_of_each_evaluation_are_compared(tmp_path):
     assert [config.mixture_or_task_name for config in compared] == [tiny.TASK, tiny.TASK, tiny.PREDICTED_TASK]
 
 
+def test_a_number_of_decodes_that_models_do_not_use_is_said(tmp_path, caplog):
+    dry_run("train", None, tmp_path, "models.DecoderOnlyModel.decode_fn = @decoding.beam_search")
+    assert "not used" not in caplog.text
+    for decode_fn in ("beam_search", "temperature_sample"):  # one that is named, and the default
+        bindings = [f"decoding.{decode_fn}.num_decodes = 3"]
+        if decode_fn == "beam_search":
+            bindings.append("models.DecoderOnlyModel.decode_fn = @decoding.beam_search")
+        dry_run("train", None, tmp_path, *bindings)
+        assert f"{decode_fn}.num_decodes is not used, since the model gives its own: bind predict" in caplog.text
+
+
 def test_what_a_dry_run_accepts_evaluates(run, tmp_path, capsys):
     """Beams and samples, too: the evaluation has keys to draw with."""
     for n, bindings in enumerate(
