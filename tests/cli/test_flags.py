@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from perex_t5x import cli
+from perex_t5x import main as main_command
 from perex_t5x.cli import gin_command
 from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.launching import local
@@ -249,3 +250,13 @@ def test_what_gin_files_find_in_main(monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", main)
     assert cli.imported("perex_t5x.infer.infer", in_main=True) is main.infer
     assert main.create_task_from_tfexample_file and not hasattr(main, "lookup")
+
+
+def test_run_modes(monkeypatch):
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert main_command.chosen("eval")() is main.evaluate
+    with pytest.raises(ConfigError, match=r"--run_mode=precompile: python -m perex_t5x.preflight"):
+        main_command.chosen("precompile")
+    with pytest.raises(ConfigError, match=r"no --run_mode given. It is one of train, eval, infer"):
+        main_command.chosen("")
