@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import enum
 import functools
 import inspect
 import math
@@ -217,9 +218,14 @@ def _words(kind: Any) -> str:
     elif origin is tuple and parts and parts[-1] is not ...:
         noun = f"{len(parts)} values in parentheses"
     elif inspect.isclass(origin) and (origin in (tuple, list, set, frozenset) or origin in _ITERABLES):
-        noun = f"a list (each {expected(parts[0])})" if parts else "a list"
+        noun = f"a list (each {expected(parts[0])})" if parts and parts[0] is not Any else "a list"
+    elif inspect.isclass(origin) and issubclass(origin, enum.Enum):
+        noun = " or ".join(f"{origin.__name__}.{member.name}" for member in origin)
+    elif bare is Any:
+        noun = "anything"
     elif inspect.isclass(origin) and not noun:
-        noun = f"a {origin.__name__}, in Gin @...{origin.__name__}()"
+        article = "an" if origin.__name__[0] in "AEIOU" else "a"
+        noun = f"{article} {origin.__name__}, in Gin @...{origin.__name__}()"
     for constraint in _constraints(kind):
         noun = constraint.describe(noun or "a value")
     return noun or str(bare)

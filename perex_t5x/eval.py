@@ -23,6 +23,7 @@ from etils import epath
 
 from perex_t5x import arguments, checkpoints, distributed, files, gin_utils, run_dir
 from perex_t5x.arguments import Seed
+from perex_t5x.data import lookup
 from perex_t5x.evaluation import InferenceEvaluator, TrainEvaluator, check_inference
 from perex_t5x.inference import check_params, paths_to_restore, restore_params
 from perex_t5x.models.protocol import Model
@@ -70,6 +71,7 @@ def evaluate(
     )
     with gin_utils.building():
         paths = distributed.from_process_0("checkpoints", lambda: paths_to_restore(restore_checkpoint_cfg))
+        lookup.verify_matching_vocabs(dataset_cfg, model)
         check_inference(partitioner, model, dataset_cfg, "DatasetConfig", inference_evaluator_cls)
         for path in paths if dry_run else ():  # else each in its turn: their number may be large
             fallback = fallback_init_rng is not None

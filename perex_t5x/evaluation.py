@@ -52,6 +52,8 @@ def check_inference(
     """The tasks that a decoding evaluation evaluates; raises `ConfigError` for anything wrong with it. Reads no data."""
     import seqio
 
+    if evaluator_cls is not None:
+        _make_what_is_bound("Evaluator")
     provider = lookup.check_evaluation(config, feature_converter_cls(model), binding)
     partitioner.check_batch(config.batch_size, f"{binding}.batch_size")
     every = seqio.get_subtasks(provider)
@@ -76,6 +78,15 @@ def check_inference(
     if any(task.score_metric_fns for task in tasks):
         check_outputs(_scoring(model), model, partitioner, config, f"{name}.score_batch")
     return tasks
+
+
+def _make_what_is_bound(name: str) -> None:
+    """As the evaluation will; what cannot be made, such as `[@seqio.JSONLogger()]`, raises its own error."""
+    try:
+        gin.get_bindings(name, resolve_references=False)
+    except ValueError:  # not registered
+        return
+    gin.get_bindings(name)
 
 
 def _predicting(model: Any) -> Callable[..., Any]:

@@ -37,12 +37,15 @@ from perex_t5x.errors import ConfigError, did_you_mean, writing_failed
 
 __all__ = [
     "BindingNames",
+    "bool_fn",
     "building",
     "call",
     "find_file",
     "parse_gin_flags",
     "rewrite_gin_args",
     "shipped_gin_dir",
+    "string_split_fn",
+    "sum_fn",
     "summarize_gin_config",
 ]
 
@@ -246,7 +249,13 @@ def _explain(e: Exception, scan: _Scan) -> ConfigError:
     attribute = re.search(r"Couldn't resolve selector ([\w.]+); <module '([\w.]+)'.*has no attribute (\w+)", text)
     unimported = re.search(r"'(\w+)' was not provided by an import statement", text)
     unmatched = re.search(r"No configurable matching '([\w.]+)'", text)
-    if parameter:
+    twice = re.search(r"A different configurable matching '([\w.]+)' already exists", text)
+    if twice:
+        module, _, name = twice[1].rpartition(".")
+        place = text[text.find("  In ") :]
+        text = f"two imports give the name {module}, and both have {name}.\n{place}"
+        hint = "Import one of them under another name: `from ... import ... as another_name`."
+    elif parameter:
         known = _parameters(gin.get_configurable(parameter[1].rsplit(".", 1)[-1]))
         hint = f"{did_you_mean(parameter[2], known)} It has: {', '.join(known)}."
     elif attribute:
@@ -315,7 +324,9 @@ def _left_to_the_schedule(value: Any) -> Any:
             if "value" in bound:
                 _leave_to_the_schedule(bound, "value")
         elif value.evaluate and _has_no_rate(value):
-            logging.info("%r: the trainer's schedule gives it its learning rate, as without parentheses", value)
+            logging.info(
+                "%r: the trainer makes it, as without parentheses; what has no learning rate gets its schedule's", value
+            )
             return _not_called(value)
     return value
 
@@ -453,9 +464,11 @@ def building() -> Iterator[None]:
         names = re.findall(r"In call to configurable '([\w.]+)'", str(e))
         text = re.sub(r"\n\s*In call to configurable .*", "", str(e)).strip().partition("\n")[0]
         inside = f" (in {', in '.join(dict.fromkeys(names))})" if names else ""
+        why = "A value is not of the kind that is needed there"
+        if names and re.search(r"missing \d+ required positional argument", text):
+            why = f"Bind them; or, if {names[0]} itself is needed there, leave the parentheses of @...{names[0]}() out"
         raise ConfigError(
-            f"the configuration cannot be built: {type(e).__name__}: {text}{inside}. A value is not of the kind that is "
-            "needed there; --alsologtostderr shows where."
+            f"the configuration cannot be built: {type(e).__name__}: {text}{inside}. {why}; --alsologtostderr shows where."
         ) from e
 
 
@@ -496,6 +509,18 @@ def configured(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
 
+def bound_names(function: Callable[..., Any]) -> set[str]:
+    """The names of the arguments of a function that Gin has values for, in the scope in which this is called.
+
+    >>> bound_names(len)
+    set()
+    """
+    try:
+        return set(gin.get_bindings(inspect.unwrap(function), resolve_references=False))
+    except ValueError:  # not registered
+        return set()
+
+
 def summarize_gin_config(model_dir: str, summary_writer: Any = None, step: int = 0) -> None:
     """Writes the whole configuration to `config.gin` in `model_dir`, and as text to TensorBoard.
 
@@ -524,3 +549,30 @@ def _keep_former(path: Any, text: str) -> None:
             n += 1
         path.rename(older)
         logging.info("configuration changed: the former one is kept as %s", older)
+
+
+# --- T5X's functions for values in Gin files, such as TRAIN_STEPS = @gin_utils.sum_fn() -----------------------------------
+
+
+def sum_fn(var1: Any, var2: Any) -> Any:
+    """var1 + var2.
+
+    >>> sum_fn(1_000_000, 20_000)
+    1020000
+    """
+    return var1 + var2
+
+
+def bool_fn(var1: Any) -> bool:
+    """Whether a value is true in Python's sense: not 0, not None, not empty."""
+    return bool(var1)
+
+
+def string_split_fn(text: str, separator: str, maxsplit: int = -1, index: int | None = None) -> Any:
+    """The parts of a text, or the one of this index.
+
+    >>> string_split_fn("a/b/c", "/", index=-1)
+    'c'
+    """
+    parts = text.split(separator, maxsplit)
+    return parts if index is None else parts[index]

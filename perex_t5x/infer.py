@@ -62,7 +62,7 @@ def infer(
     fallback_init_rng: Seed | None = None,
     merge_fn: MergeFn = merge_chunks_to_file,
     summarize_config_fn: Callable[..., None] = gin_utils.summarize_gin_config,
-    verify_matching_vocabs_fn: Callable[[DatasetConfig, Any], None] | None = None,
+    verify_matching_vocabs_fn: Callable[[DatasetConfig, Any], None] | None = lookup.verify_matching_vocabs,
     output_vocab_feature_name: str = "targets",
     file_extension: str = "jsonl",
     keep_aux_as_numpy: bool = False,
@@ -88,7 +88,8 @@ def infer(
       write_fn, merge_fn: write the results of a period, and join them: `perex_t5x.inference_files`.
       fallback_init_rng: the seed of parameters that the checkpoint has not; None: they are refused.
       summarize_config_fn: writes `config.gin`.
-      verify_matching_vocabs_fn: called with the configuration and the model before anything else, to refuse them.
+      verify_matching_vocabs_fn: is called with (dataset configuration, model), and raises where their vocabularies differ;
+        None: nothing is compared.
       output_vocab_feature_name: the feature whose vocabulary decodes predictions.
       file_extension: of the files.
       keep_aux_as_numpy: gives `write_fn` arrays instead of lists.
@@ -110,12 +111,12 @@ def infer(
     with gin_utils.building():
         if shard_id >= num_shards:
             raise ConfigError(f"infer.shard_id = {shard_id}: must be below infer.num_shards = {num_shards}.")
-        if verify_matching_vocabs_fn is not None:
-            verify_matching_vocabs_fn(dataset_cfg, model)
         protocol.require(model, protocol.Scores if mode == "score" else protocol.Predicts, f"infer.mode = {mode!r}")
         path = distributed.from_process_0("checkpoint", lambda: paths_to_restore(restore_checkpoint_cfg)[-1])
         converter_cls = protocol.feature_converter_cls(model)
         provider = lookup.check_evaluation(dataset_cfg, converter_cls, "DatasetConfig")
+        if verify_matching_vocabs_fn is not None:
+            verify_matching_vocabs_fn(dataset_cfg, model)
         partitioner.check_batch(dataset_cfg.batch_size, "DatasetConfig.batch_size")
         method = "score_batch" if mode == "score" else "predict_batch_with_aux"
         check_outputs(fn, model, partitioner, dataset_cfg, f"{type(model).__name__}.{method}", for_metrics=False)

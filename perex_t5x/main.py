@@ -14,8 +14,6 @@ if __name__ == "__main__":
 
     cli.run("perex_t5x.main.command", __doc__, flags="perex_t5x.main.define_flags")
 
-import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,10 +53,6 @@ def chosen(mode: str) -> Callable[[], Callable[..., Any]]:
     if mode not in _FUNCTIONS:
         given = f"--run_mode={mode} is none of" if mode else "no --run_mode given. It is one of"
         raise ConfigError(f"{given} {', '.join(_FUNCTIONS)}.{did_you_mean(mode, _FUNCTIONS)}")
+    from perex_t5x import cli
 
-    def load() -> Callable[..., Any]:
-        function = getattr(importlib.import_module(f"perex_t5x.{mode}"), _FUNCTIONS[mode])
-        setattr(sys.modules["__main__"], _FUNCTIONS[mode], function)
-        return function
-
-    return load
+    return lambda: cli.imported(f"perex_t5x.{mode}.{_FUNCTIONS[mode]}", in_main=True)

@@ -67,7 +67,7 @@ def create_learning_rate_scheduler(
             )
 
     def rate(step: jax.Array) -> jax.Array:
-        t = jnp.maximum(0.0, jnp.asarray(step, jnp.float32) - step_offset)
+        t = jnp.maximum(0, jnp.asarray(step) - step_offset).astype(jnp.float32)  # subtracted as whole numbers: exact
         late = jnp.maximum(t, max(warmup_steps, 1))
         ramp = t / warmup_steps if warmup_steps else jnp.inf
         progress = jnp.maximum(t - warmup_steps, 0.0) / steps_per_cycle

@@ -118,8 +118,8 @@ def train(
       actions: {'TRAIN' | 'TRAIN_EVAL' | 'INFER_EVAL': [@trainer.EarlyStoppingAction(), ...]}, see `perex_t5x.actions`.
       run_eval_before_training: whether the parameters that the run starts with are evaluated, too.
       gc_period: steps between runs of Python's garbage collector; 0: it comes when it likes.
-      verify_matching_vocabs_fn: is called with (dataset configuration, model), and raises where their vocabularies differ;
-        None: nothing is compared.
+      verify_matching_vocabs_fn: is called with (dataset configuration, model) for training and each evaluation, and raises
+        where their vocabularies differ; None: nothing is compared.
       concurrent_metrics, use_orbax: of T5X. Metrics are always written in a thread, and checkpoints by Orbax.
       get_dataset_fn, train_eval_get_dataset_fn, train_state_initializer_cls: of T5X; only None.
       dry_run: stop after all checks, before the first compile.
@@ -280,10 +280,11 @@ class Training:
         logging.info("%s", trainer.partitioner.describe_batch(config.batch_size))
         converter = protocol.feature_converter_cls(model)
         spec = batch_spec(config, converter)
-        if args.verify_matching_vocabs_fn is not None:
-            args.verify_matching_vocabs_fn(config, model)
+        verify = args.verify_matching_vocabs_fn or (lambda config, model: None)
+        verify(config, model)
         if args.train_eval_dataset_cfg is not None:
             evaluation.check(trainer.partitioner, model, args.train_eval_dataset_cfg, args.eval_steps)
+            verify(args.train_eval_dataset_cfg, model)
         save = args.checkpoint_cfg.save
         if (
             save is not None
@@ -296,6 +297,7 @@ class Training:
                 "or keep_best = None."
             )
         if args.infer_eval_dataset_cfg is not None:
+            verify(args.infer_eval_dataset_cfg, model)
             binding = "infer_eval/utils.DatasetConfig"
             evaluation.check_inference(
                 trainer.partitioner, model, args.infer_eval_dataset_cfg, binding, args.inference_evaluator_cls

@@ -22,6 +22,7 @@ __all__ = [
     "RestoreCheckpointConfig",
     "SaveCheckpointConfig",
     "create_learning_rate_scheduler",
+    "round_vocab_size_to_multiple",
 ]
 
 FeedKind = Literal["auto", "cached", "streaming"]
@@ -223,3 +224,9 @@ class CheckpointConfig:
 
     save: SaveCheckpointConfig | None = field(default_factory=SaveCheckpointConfig)
     restore: RestoreCheckpointConfig | None = field(default_factory=RestoreCheckpointConfig)
+
+
+def round_vocab_size_to_multiple(vocabulary: Any, divisor: PositiveInt = 128) -> int:
+    """A vocabulary's size, rounded up: `network.T5Config.vocab_size = @utils.round_vocab_size_to_multiple()`."""
+    arguments.check("round_vocab_size_to_multiple", arguments.hints(round_vocab_size_to_multiple), {"divisor": divisor})
+    return -(-vocabulary.vocab_size // divisor) * divisor

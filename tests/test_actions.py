@@ -127,7 +127,7 @@ def test_an_evaluation_alone(train, tmp_path):
     "arguments, message",
     [
         ({"actions": {"EVAL": []}}, "'EVAL' is none of TRAIN, TRAIN_EVAL, INFER_EVAL"),
-        ({"actions": {"TRAIN": [3]}}, "each a BaseAction"),
+        ({"actions": {"TRAIN": [3]}}, r"text or ActionMode.TRAIN or .*: list \(each a BaseAction"),
         ({"actions": stopping(metric=("uneven_documents", "loss"))}, "Did you mean 'uneven_documents_lm'"),
         ({"actions": {"INFER_EVAL": [trainer.TerminateOnNanAction("x")]}}, "would never run"),
         ({"total_steps": 0}, "TRAIN_STEPS = 0"),

@@ -89,6 +89,34 @@ def test_slips_in_a_file_carry_file_and_line(tmp_path):
         parse(files=[*FILES, str(path)])
 
 
+def test_two_modules_of_one_name_are_explained(tmp_path):
+    """Gin's own text recommends an interactive mode."""
+    path = tmp_path / "both.gin"
+    imports = "from perex_t5x.models import {} as network\nnetwork.T5Config.emb_dim = 8\n"
+    for module in ("network", "scalable_network"):
+        (tmp_path / f"{module}.gin").write_text("from __gin__ import dynamic_registration\n" + imports.format(module))
+    path.write_text("include 'network.gin'\ninclude 'scalable_network.gin'\n")
+    with pytest.raises(
+        ConfigError, match="two imports give the name perex_t5x.models.network, and both have T5Config"
+    ) as e:
+        gin_utils.parse_gin_flags([], [str(path)], [])
+    assert "scalable_network.gin" in str(e.value) and "interactive" not in str(e.value)
+
+
+def test_t5xs_functions_of_values(tmp_path):
+    path = tmp_path / "values.gin"
+    path.write_text(
+        "from __gin__ import dynamic_registration\nimport seqio\n"
+        "from perex_t5x import gin_utils\nfrom perex_t5x import models\nfrom perex_t5x import utils\n"
+        "TRAIN_STEPS = @gin_utils.sum_fn()\ngin_utils.sum_fn:\n  var1 = 3\n  var2 = 4\n"
+        "models.T5Config.vocab_size = @utils.round_vocab_size_to_multiple()\n"
+        "utils.round_vocab_size_to_multiple.vocabulary = @seqio.ByteVocabulary()\n"
+    )
+    gin_utils.parse_gin_flags([], [*FILES, str(path)], [b for b in REQUIRED if "TRAIN_STEPS" not in b])
+    assert gin.get_bindings(train.train)["total_steps"] == 7
+    assert gin.get_bindings(models.T5Config)["vocab_size"] == 256 + 128
+
+
 def test_includes_beside_the_file_and_from_another_directory(tmp_path, monkeypatch):
     folder = tmp_path / "configs"
     folder.mkdir()

@@ -265,7 +265,7 @@ REFUSED = [
 ]
 
 
-def dry_run(command, run, output, *bindings):
+def dry_run(command, run, output, *bindings, **given):
     """Of a training with a decoding evaluation, of an evaluation, or of an inference."""
     if command == "train":
         from perex_t5x import train
@@ -280,7 +280,7 @@ def dry_run(command, run, output, *bindings):
             "infer_eval/utils.DatasetConfig.seed = 42",
         ]
         tiny.configure(f"MODEL_DIR = '{output}'", "TRAIN_STEPS = 1", *evaluation, *bindings)
-        return gin_utils.call(train.train, dry_run=True)
+        return gin_utils.call(train.train, dry_run=True, **given)
     name, function = {"eval": ("EVAL", eval_script.evaluate), "infer": ("INFER", infer.infer)}[command]
     own = (f"CHECKPOINT_PATH = '{run}'", f"{name}_OUTPUT_DIR = '{output}'")
     configure(f"runs/{command}.gin", *own, *PREDICTED, *bindings)
@@ -293,6 +293,22 @@ def test_a_dry_run_of_training_refuses_what_its_evaluation_would(binding, messag
         dry_run("train", None, tmp_path, f"{METHOD}.{binding}")
 
 
+@pytest.mark.parametrize(
+    ("binding", "message"),
+    [
+        (
+            "seqio.Evaluator.logger_cls = [@seqio.JSONLogger()]",
+            r"if JSONLogger itself is needed there, leave the paren",
+        ),
+        ("models.DecoderOnlyModel.decode_fn = @decoding.beam_search()", "if beam_search itself is needed there, leave"),
+    ],
+)
+def test_a_function_that_is_called_too_early_is_found(binding, message, tmp_path):
+    evaluator = "train_script.train.inference_evaluator_cls = @seqio.Evaluator"
+    with pytest.raises(ConfigError, match=message):
+        dry_run("train", None, tmp_path, evaluator, binding)
+
+
 def test_dry_runs_of_evaluation_and_inference_do_too(run, tmp_path):
     for binding, message in (REFUSED[0], REFUSED[-1]):
         with pytest.raises(ConfigError, match=message):
@@ -300,6 +316,32 @@ def test_dry_runs_of_evaluation_and_inference_do_too(run, tmp_path):
     for binding, message in (REFUSED[1], REFUSED[2]):
         with pytest.raises(ConfigError, match=message):
             dry_run("infer", run, tmp_path, f"{METHOD}.{binding}")
+
+
+@pytest.mark.parametrize("command", ["eval", "infer"])
+def test_a_task_of_another_vocabulary_is_refused(command, run, tmp_path):
+    """Its predictions would be decoded wrongly without a word."""
+    (tmp_path / "a.model").touch()  # is not read
+    file = f"seqio.SentencePieceVocabulary.sentencepiece_model_file = '{tmp_path}/a.model'"
+    with pytest.raises(ConfigError, match=r"with ByteVocabulary.*, but the model's VOCABULARY is SentencePiece"):
+        dry_run(command, run, tmp_path, file, "VOCABULARY = @seqio.SentencePieceVocabulary()")
+
+
+def test_the_vocabularies_of_each_evaluation_are_compared(tmp_path):
+    compared = []
+    dry_run("train", None, tmp_path, verify_matching_vocabs_fn=lambda config, _: compared.append(config))
+    assert [config.mixture_or_task_name for config in compared] == [tiny.TASK, tiny.TASK, tiny.PREDICTED_TASK]
+
+
+def test_a_number_of_decodes_that_models_do_not_use_is_said(tmp_path, caplog):
+    dry_run("train", None, tmp_path, "models.DecoderOnlyModel.decode_fn = @decoding.beam_search")
+    assert "not used" not in caplog.text
+    for decode_fn in ("beam_search", "temperature_sample"):  # one that is named, and the default
+        bindings = [f"decoding.{decode_fn}.num_decodes = 3"]
+        if decode_fn == "beam_search":
+            bindings.append("models.DecoderOnlyModel.decode_fn = @decoding.beam_search")
+        dry_run("train", None, tmp_path, *bindings)
+        assert f"{decode_fn}.num_decodes is not used, since the model gives its own: bind predict" in caplog.text
 
 
 def test_what_a_dry_run_accepts_evaluates(run, tmp_path, capsys):

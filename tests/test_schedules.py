@@ -85,6 +85,10 @@ def test_offset_and_floor():
     assert float(rate(10)) == 1.0
     assert float(rate(11)) == 0.5
     assert float(rate(40)) == pytest.approx(0.1)
+    late = create_learning_rate_scheduler(
+        "linear_warmup", warmup_steps=4, step_offset=2**24
+    )  # float32 has no 2**24 + 1
+    assert [float(late(2**24 + i)) for i in (0, 1, 3)] == pytest.approx([1e-8, 0.25, 0.75])
 
 
 def test_optax_schedules_and_numbers():

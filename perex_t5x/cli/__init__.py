@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import faulthandler
 import importlib
+import inspect
 import io
 import logging
 import os
@@ -83,9 +84,9 @@ def run(
             console.set_up(everything=args.alsologtostderr)
             if words[1:] and not positional:
                 raise ConfigError(f"{words[1]!r} is not a flag. Flags are written --name=value.")
-            return _imported(main)(args, list(words[1:])) if positional else _imported(main)(args)
+            return imported(main)(args, list(words[1:])) if positional else imported(main)(args)
 
-        with flags_lib.defined(None if flags is None else _imported(flags), usage or _doc(main)):
+        with flags_lib.defined(None if flags is None else imported(flags), usage or _doc(main)):
             try:
                 app.run(call, argv=flags_lib.rewrite(given), flags_parser=flags_lib.parse)
             except SystemExit:
@@ -148,7 +149,7 @@ def run_gin(function: Callable[..., Any] | str, usage: str | None, argv: Sequenc
     def main(args: Any) -> None:
         from perex_t5x.cli import gin_command
 
-        gin_command.call(lambda: _imported(function, in_main=True), args)
+        gin_command.call(lambda: imported(function, in_main=True), args)
 
     run(main, usage, argv, flags=flags_lib.define_training_flags)
 
@@ -216,19 +217,21 @@ def cleaned(message: str) -> str:
     return re.sub(r"\n\s*In call to configurable .*", "", message)
 
 
-def _imported(function: Callable[..., Any] | str, in_main: bool = False) -> Callable[..., Any]:
-    """A function by its name; `in_main` also where ported Gin files (`import __main__ as train_script`) look for it."""
+def imported(function: Callable[..., Any] | str, in_main: bool = False) -> Callable[..., Any]:
+    """A function by its name; `in_main` also, with its module's other functions, where Gin files that say
+    `import __main__ as train_script` look for them."""
     if not isinstance(function, str):
         return function
-    module, _, attribute = function.rpartition(".")
-    imported = getattr(importlib.import_module(module), attribute)
+    name, _, attribute = function.rpartition(".")
+    module = importlib.import_module(name)
     if in_main:
-        setattr(sys.modules["__main__"], attribute, imported)
-    return imported
+        own = {k: v for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == name and k[0] != "_"}
+        vars(sys.modules["__main__"]).update(own)
+    return getattr(module, attribute)
 
 
 def _doc(function: Callable[..., Any] | str) -> str | None:
-    return sys.modules[_imported(function).__module__].__doc__
+    return sys.modules[imported(function).__module__].__doc__
 
 
 def _command_name() -> str:

@@ -111,6 +111,7 @@ def define_training_flags() -> None:
     flags.DEFINE_integer(
         "phase_timeout", 3600, "The same for a process that is behind the others in compiling, restoring, evaluating or "
         "saving.")  # fmt: skip
+    flags.DEFINE_integer("shard_id", None, "Of infer: overrides infer.shard_id, the part of the examples to take.")
     flags.DEFINE_string(
         "profile_steps", None, "Write a profiler trace of these steps, FIRST:LAST, into MODEL_DIR/profile.")  # fmt: skip
     flags.DEFINE_bool(

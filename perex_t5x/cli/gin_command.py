@@ -100,6 +100,10 @@ def _run_flags(command: str, args: Any) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if args.dry_run:
         given["dry_run"] = True
+    if args.shard_id is not None:
+        if command != "infer":
+            raise ConfigError("--shard_id is for perex_t5x.infer only.")
+        given["shard_id"] = args.shard_id
     if args.dump_hlo:
         if command != "train":
             raise ConfigError("--dump_hlo is for perex_t5x.train only.")

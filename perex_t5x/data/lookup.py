@@ -160,6 +160,7 @@ def _check_file(vocabulary: Any) -> None:
 
 def verify_matching_vocabs(cfg: Any, model: Any) -> None:
     """`check_vocabulary` of a dataset configuration's task, as T5X names it."""
+    get_mixture_or_task(cfg.mixture_or_task_name, cfg.module)
     check_vocabulary(cfg.mixture_or_task_name, model)
 
 
@@ -169,7 +170,7 @@ def check_vocabulary(name: str, model: Any) -> None:
 
     if not hasattr(model, "output_vocabulary"):
         return
-    vocab_size = model.config.vocab_size
+    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)  # of a model of one's own: unknown
     _check_file(model.output_vocabulary)
     models = {"targets": model.output_vocabulary, "inputs": getattr(model, "input_vocabulary", model.output_vocabulary)}
     for task in seqio.get_subtasks(seqio.get_mixture_or_task(name)):
@@ -184,7 +185,7 @@ def check_vocabulary(name: str, model: Any) -> None:
                     "%VOCABULARY (or a path), or bind VOCABULARY to the task's."
                 )
             size = 0 if isinstance(vocabulary, seqio.SentencePieceVocabulary) else getattr(vocabulary, "vocab_size", 0)
-            if size > vocab_size:
+            if vocab_size is not None and size > vocab_size:
                 raise ConfigError(
                     f"Feature {feature!r} of task {task.name!r} has a vocabulary of {size}, but the model's vocab_size "
                     f"is {vocab_size}. Set T5Config.vocab_size to at least {size} (a multiple of 128 suits "

@@ -89,6 +89,10 @@ class Port:
         module, bound = statement.module, statement.bound
         if module.startswith("__gin__"):
             return
+        if statement.text == "import t5x" and (modules := self._rename_all_of_t5x()):
+            self._replace(statement, [f"import {module}" for module in modules])
+            self._lost[bound] = "this module of T5X's has no counterpart"
+            return
         if module == "__main__":
             module, why = self._main_of(bound)
         else:
@@ -135,10 +139,19 @@ class Port:
                 return module, ""
         return "", "nothing of it is used"
 
+    def _rename_all_of_t5x(self) -> list[str]:
+        """Renames what begins with `t5x.`, where `import t5x` gives all of its modules; returns the modules of ours."""
+        names = [name for s in self._statements for name in (s.key, *s.references) if name is not None]
+        used = [m for m in rules.MODULES if any(f"{name.text}.".startswith(f"{m}.") for name in names)]
+        for module in used:
+            self._rename_roots(module, rules.MODULES[module])
+        return sorted({rules.MODULES[module] for module in used})
+
     def _rename_roots(self, module: str, ours: str) -> None:
         for statement in self._statements:
             for name in [statement.key, *statement.references]:
-                if name is not None and f"{name.text}.".startswith(f"{module}."):
+                done = any(old is name for old, _ in self._edits)  # by another import
+                if name is not None and not done and f"{name.text}.".startswith(f"{module}."):
                     self._edits.append((name, ours + name.text.removeprefix(module)))
 
     def _port_include(self, statement: Statement) -> None:
@@ -232,7 +245,7 @@ class Port:
     def _leave_out(self, statement: Statement, reason: str) -> None:
         original = self._lines[statement.first : statement.last + 1]
         indent = " " * statement.indent
-        lines = [f"{indent}# gin_port: {reason}."] if reason else []
+        lines = [f"{indent}# gin_port: {reason}{'' if reason.endswith('?') else '.'}"] if reason else []
         self._replaced[statement.first] = lines + [f"{indent}# {line[statement.indent :]}" for line in original]
         self._note(statement, "left out", reason or "its block is left out")
 
@@ -327,6 +340,9 @@ def port_files(
 
     for file in files:
         names[os.path.realpath(file)] = os.path.basename(file)
+        if shipped := rules.shipped_includes(os.path.abspath(file)):
+            flags = " ".join(f"--gin_file={name}" for name in shipped)
+            notes.append(Note(file, 1, "note", flags, "stands for this file of T5X's; it need not be ported"))
     while waiting:
         name, written, file = waiting.pop(0)
         port = Port(_read(file), written, lambda path, file=file: find(path, file), include if with_includes else None)

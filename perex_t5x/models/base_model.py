@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from flax import linen as nn
 
 from perex_t5x import arguments, gin_utils
@@ -76,6 +77,13 @@ class BaseTransformerModel(abc.ABC):
         self.module = module
         self.optimizer_def = optimizer_def
         self.decode_fn = gin_utils.configured(decode_fn)
+        for name in sorted({"num_decodes", "eos_id"} & gin_utils.bound_names(decode_fn)):
+            logging.warning(
+                "%s.%s is not used, since the model gives its own: %s.",
+                getattr(decode_fn, "__name__", "decode_fn"),
+                name,
+                "bind predict_batch_with_aux.num_decodes" if name == "num_decodes" else "its vocabulary's",
+            )
         self.default_decoder_params = default_decoder_params or DecoderParams()
         if feature_converter_cls is not None:
             self.FEATURE_CONVERTER_CLS = feature_converter_cls

@@ -56,7 +56,9 @@ def _mesh_shape(
     num_devices: int, num_partitions: int | None, model_parallel_submesh: Sequence[int] | None
 ) -> tuple[int, int]:
     """Returns (data, model) sizes for the devices of one slice."""
+    given = f"num_partitions = {num_partitions}"
     if model_parallel_submesh:
+        given = f"model_parallel_submesh = {tuple(model_parallel_submesh)}"
         submesh = math.prod(model_parallel_submesh)
         if num_partitions not in (None, 1, submesh):
             raise ConfigError(
@@ -68,7 +70,7 @@ def _mesh_shape(
     if model < 1 or num_devices % model:
         nearest = nearest_divisor(num_devices, model)
         raise ConfigError(
-            f"PjitPartitioner.num_partitions = {model} does not divide the {num_devices} device(s) here. The nearest "
+            f"PjitPartitioner.{given} does not divide the {num_devices} device(s) here. The nearest "
             f"that does: num_partitions = {nearest} (mesh data {num_devices // nearest} x model {nearest})."
         )
     return num_devices // model, model

@@ -3,14 +3,19 @@
 import contextlib
 import functools
 import io
+import sys
 import tempfile
+import types
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from perex_t5x.errors import Reason
+from perex_t5x import cli
+from perex_t5x import main as main_command
+from perex_t5x.cli import gin_command
+from perex_t5x.errors import ConfigError, Reason
 from perex_t5x.launching import local
 from tests import fuzzing, tiny
 from tests.cli import in_process
@@ -230,3 +235,28 @@ def check_local(words: list[str]) -> None:
 @given(words=st.lists(LOCAL, max_size=4))
 def test_flags_of_launch_local(words):
     check_local(words)
+
+
+def test_shard_id_goes_to_infer():
+    args = types.SimpleNamespace(dry_run=False, shard_id=2, dump_hlo=False, profile_steps=None)
+    assert gin_command._run_flags("infer", args) == {"shard_id": 2}
+    with pytest.raises(ConfigError, match="--shard_id is for perex_t5x.infer only"):
+        gin_command._run_flags("train", args)
+
+
+def test_what_gin_files_find_in_main(monkeypatch):
+    """T5X's `import __main__ as infer_script`, then @infer_script.create_task_from_tfexample_file()."""
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert cli.imported("perex_t5x.infer.infer", in_main=True) is main.infer
+    assert main.create_task_from_tfexample_file and not hasattr(main, "lookup")
+
+
+def test_run_modes(monkeypatch):
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert main_command.chosen("eval")() is main.evaluate
+    with pytest.raises(ConfigError, match=r"--run_mode=precompile: python -m perex_t5x.preflight"):
+        main_command.chosen("precompile")
+    with pytest.raises(ConfigError, match=r"no --run_mode given. It is one of train, eval, infer"):
+        main_command.chosen("")

@@ -1,6 +1,7 @@
 """Every mistake a user can make with the data, and the error for it."""
 
 import dataclasses
+import types
 
 import gin
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import seqio
 import tensorflow as tf
 
-from perex_t5x.data import make_feed, rows, tasks
+from perex_t5x.data import lookup, make_feed, rows, tasks
 from perex_t5x.errors import ConfigError
 
 
@@ -158,3 +159,11 @@ def test_examples_that_may_not_be_trimmed(config, converter):
 
 def long_text(split, shuffle_files, seed=None):
     return tf.data.Dataset.from_tensor_slices({"targets": ["a" * 100, "b"]})
+
+
+def test_a_model_of_ones_own_may_have_a_vocabulary_and_no_config():
+    model = types.SimpleNamespace(output_vocabulary=seqio.ByteVocabulary(extra_ids=100))
+    lookup.check_vocabulary("python_stdlib_lm", model)
+    model.output_vocabulary = seqio.SentencePieceVocabulary("gs://elsewhere/a.model")
+    with pytest.raises(ConfigError, match="the model's VOCABULARY is SentencePieceVocabulary"):
+        lookup.check_vocabulary("python_stdlib_lm", model)

@@ -213,6 +213,18 @@ def test_names_that_a_file_does_not_import_are_imported():
     assert "from perex_t5x.models import scalable_network as network" in scalable
 
 
+def test_t5x_as_a_whole():
+    text = (
+        "import t5x\nimport t5x.utils\nt5x.utils.SaveCheckpointConfig.period = 3\nOPTIMIZER = @t5x.adafactor.Adafactor()\n"
+        "t5x.export_lib.save.model_name = 'a'\n"
+    )
+    assert Port(text, "a.gin", lambda path: None).run() == (
+        "import perex_t5x.optimizers.adafactor\nimport perex_t5x.utils\nimport perex_t5x.utils\n"
+        "perex_t5x.utils.SaveCheckpointConfig.period = 3\nOPTIMIZER = @perex_t5x.optimizers.adafactor.Adafactor()\n"
+        "# gin_port: this module of T5X's has no counterpart.\n# t5x.export_lib.save.model_name = 'a'\n"
+    )
+
+
 def test_what_main_is(written):
     for line, module in (
         ("s.evaluate.model = 1", "eval"),
@@ -249,6 +261,14 @@ def test_every_file_that_stands_for_one_of_t5x_is_shipped():
         assert shipped, path
         for name in shipped:
             gin_utils.find_file(name, [gin_utils.shipped_gin_dir()], "here")
+
+
+def test_files_of_t5x_that_need_not_be_ported_are_named(tmp_path):
+    file = tmp_path / "t5x" / "configs" / "runs" / "eval.gin"
+    file.parent.mkdir(parents=True)
+    file.write_text("MIXTURE_OR_TASK_NAME = %gin.REQUIRED\n")
+    (note,) = port_files([str(file)], [], with_includes=False)[1]
+    assert (note.what, note.text) == ("note", "--gin_file=from_t5x/eval.gin")
 
 
 def test_the_command(written, tmp_path):

@@ -41,6 +41,7 @@ def test_mesh_shapes(arguments, shape):
         ({"num_partitions": 3}, "num_partitions = 3 does not divide the 8.*num_partitions = 2"),
         ({"ici_mesh_shape": (3, 2)}, "has 6 devices, but there are 8"),
         ({"num_partitions": 2, "model_parallel_submesh": (2, 2)}, "disagree"),
+        ({"model_parallel_submesh": (3, 1, 1, 1)}, r"model_parallel_submesh = \(3, 1, 1, 1\) does not divide the 8"),
         ({"num_partitions": 2, "ici_mesh_shape": (4, 2)}, "either num_partitions"),
         ({"dcn_mesh_shape": (3, 1, 1)}, "asks for 3 slices"),
         ({"logical_axis_rules": [("embed", "modle")]}, "maps 'embed' to 'modle'"),
