@@ -16,12 +16,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from absl import logging
+
 from perex_t5x import extras, files
 from perex_t5x.errors import ConfigError, UnreachableError, first_line
 
 SECONDS = 20.0  # for one request; all of its retries together have three times that
 # By cloud.google.com/storage/docs/access-control/iam-roles: objectAdmin does not hold storage.buckets.get, which both
-# TensorFlow (to make a folder) and Orbax (to learn the kind of the bucket) ask for.
+# TensorFlow (to make a folder) and Orbax (to learn the kind of the bucket) ask for. Who only reads does without.
 _OBJECT_ROLE, _BUCKET_ROLE = "roles/storage.objectAdmin", "roles/storage.legacyBucketReader"
 _ROLES = {
     "storage.objects.create": _OBJECT_ROLE,
@@ -33,9 +35,12 @@ _ROLES = {
 _READ_ROLES = {
     "storage.objects.get": "roles/storage.objectViewer",
     "storage.objects.list": "roles/storage.objectViewer",
-    "storage.buckets.get": _BUCKET_ROLE,
 }
 _WELL_KNOWN = "application_default_credentials.json"
+_NO_CREDENTIALS = (
+    "no GOOGLE_APPLICATION_CREDENTIALS, no `gcloud auth application-default login`, and this is not a machine of Google "
+    "Cloud. Run that command once."
+)
 
 
 # For the libraries that write checkpoints and metrics; variables that are set stay.
@@ -73,7 +78,7 @@ def split(path: str | os.PathLike[str]) -> tuple[str, str]:
 def check(path: str, setting: str, *, writes: bool = True) -> None:
     """Raises `ConfigError` if a folder in Cloud Storage cannot be used, and `UnreachableError` if that cannot be found out.
 
-    Nothing is left behind. Paths elsewhere are not looked at.
+    Nothing is left behind. Paths elsewhere are not looked at. Without credentials public data can be read.
 
     Args:
       path: the folder; it need not exist.
@@ -86,22 +91,26 @@ def check(path: str, setting: str, *, writes: bool = True) -> None:
     setting = f"{setting} = {os.fspath(path)!r}"
     extras.require("gcs", setting)
     bucket_name, folder = split(path)
+    if writes and not has_credentials():
+        raise ConfigError(f"{setting}: writing to gs:// needs credentials, and there are none: {_NO_CREDENTIALS}")
     with _explained(setting, bucket_name):
         bucket = client().bucket(bucket_name)
         options = request_options()
         roles = _ROLES if writes else _READ_ROLES
-        granted = bucket.test_iam_permissions(list(roles), **options)
+        granted = bucket.test_iam_permissions(list(roles), **options) if has_credentials() else roles
         missing = {permission: role for permission, role in roles.items() if permission not in granted}
-        if "storage.buckets.get" not in granted:  # of a bucket: no folder's policy can grant it
-            raise _denied(setting, bucket_name, missing)
-        bucket.reload(**options)
-        _check_kind(setting, bucket)
         try:
             if writes:
+                if "storage.buckets.get" in missing:  # of a bucket: no folder's policy can grant it
+                    raise _denied(setting, bucket_name, missing)
+                bucket.reload(**options)
+                _check_kind(setting, bucket)
                 _try(bucket, folder, options)
             else:
                 next(iter(bucket.list_blobs(prefix=f"{folder}/" if folder else None, max_results=1, **options)), None)
         except _forbidden() as e:
+            if not has_credentials():
+                raise
             named = {permission: role for permission, role in roles.items() if permission in str(e)}
             raise _denied(setting, bucket_name, missing or named or roles, first_line(e)) from e
 
@@ -126,27 +135,32 @@ def _check_kind(setting: str, bucket: Any) -> None:
 
 @functools.cache
 def client() -> Any:
-    """The client of Cloud Storage; raises `ConfigError` where there are no credentials."""
+    """The client of Cloud Storage; without credentials one that can read public data, such as T5X's checkpoints."""
     from google.cloud import storage
 
-    if not os.environ.get("STORAGE_EMULATOR_HOST") and not _has_credentials():
-        raise ConfigError(
-            "gs:// needs credentials, and there are none: no GOOGLE_APPLICATION_CREDENTIALS, no `gcloud auth "
-            "application-default login`, and this is not a machine of Google Cloud. Run that command once."
-        )
-    return storage.Client()
+    if has_credentials():
+        return storage.Client()
+    os.environ.setdefault("NO_GCE_CHECK", "true")  # TensorFlow would look for a metadata server, again and again
+    logging.info("gs:// is read without credentials, as public data.")
+    return storage.Client.create_anonymous_client()
 
 
-def _has_credentials() -> bool:
+def has_credentials() -> bool:
     """Whether there may be some. The libraries' own search waits for a metadata server, on a laptop for minutes."""
-    folder = os.environ.get("CLOUDSDK_CONFIG") or Path.home() / ".config" / "gcloud"
-    if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or (Path(folder) / _WELL_KNOWN).exists():
+    if os.environ.get("STORAGE_EMULATOR_HOST") or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
         return True
+    folder = os.environ.get("CLOUDSDK_CONFIG") or Path.home() / ".config" / "gcloud"
+    return (Path(folder) / _WELL_KNOWN).exists() or _on_google_cloud(
+        os.environ.get("GCE_METADATA_HOST") or "169.254.169.254"
+    )
+
+
+@functools.cache
+def _on_google_cloud(metadata_host: str) -> bool:
     with contextlib.suppress(OSError):
         if Path("/sys/class/dmi/id/product_name").read_text().startswith("Google"):
             return True
-    host = os.environ.get("GCE_METADATA_HOST") or "169.254.169.254"
-    request = urllib.request.Request(f"http://{host}/", headers={"Metadata-Flavor": "Google"})
+    request = urllib.request.Request(f"http://{metadata_host}/", headers={"Metadata-Flavor": "Google"})
     with contextlib.suppress(OSError):
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=2) as answer:
             return answer.headers.get("Metadata-Flavor") == "Google"
@@ -193,10 +207,13 @@ def _explained(setting: str, bucket: str) -> Iterator[None]:
             f"{setting}: there is no bucket gs://{bucket}. Make it near the machines: gcloud storage buckets create "
             f"gs://{bucket} --location=REGION --uniform-bucket-level-access"
         ) from e
-    except (exceptions.Unauthorized, auth.RefreshError, auth.DefaultCredentialsError) as e:
+    except (exceptions.Unauthorized, exceptions.Forbidden) as e:
+        if not has_credentials():
+            raise ConfigError(f"{setting}: it is not public, and there are no credentials: {_NO_CREDENTIALS}") from e
+        said = "the credentials are not accepted" if isinstance(e, exceptions.Unauthorized) else "Cloud Storage refuses"
+        raise ConfigError(f"{setting}: {said}: {first_line(e)}. {login}") from e
+    except (auth.RefreshError, auth.DefaultCredentialsError) as e:
         raise ConfigError(f"{setting}: the credentials are not accepted: {first_line(e)}. {login}") from e
-    except exceptions.Forbidden as e:
-        raise ConfigError(f"{setting}: Cloud Storage refuses: {first_line(e)}") from e
     except exceptions.ClientError as e:
         if isinstance(e, exceptions.TooManyRequests):
             raise _unreachable(setting, e) from e

@@ -93,6 +93,24 @@ def test_without_credentials_nobody_waits_for_a_metadata_server(tmp_path, monkey
         buckets.check("gs://some-bucket/run", "MODEL_DIR")
 
 
+def test_public_data_is_read_without_credentials(cloud_storage_in_process, monkeypatch):
+    """And by whoever may read objects alone, as of the buckets with T5X's checkpoints."""
+    cloud = cloud_storage_in_process
+    folder = f"{cloud.bucket}/pretrained/checkpoint_1"
+    cloud.faults(deny=["storage.buckets.get", "storage.objects.create"])
+    buckets.check(folder, "CHECKPOINT_PATH", writes=False)
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    monkeypatch.setattr(buckets, "has_credentials", lambda: False)
+    buckets.client.cache_clear()
+    buckets.check(folder, "CHECKPOINT_PATH", writes=False)
+    with pytest.raises(ConfigError, match="MODEL_DIR = .*: writing to gs:// needs credentials"):
+        buckets.check(folder, "MODEL_DIR")
+    cloud.faults(deny=["storage.objects.list"])
+    with pytest.raises(ConfigError, match="it is not public, and there are no credentials.* application-default login"):
+        buckets.check(folder, "CHECKPOINT_PATH", writes=False)
+    buckets.client.cache_clear()
+
+
 def test_what_tensorflow_alone_may_not_do(cloud_storage_in_process):
     """It has credentials of its own; here, for the mark of a folder, which it alone makes."""
     cloud = cloud_storage_in_process
