@@ -331,8 +331,8 @@ def sketch(dim: int, seed: int = 0, name: str = "sketch") -> Metric:
 def gram(name: str = "gram") -> Metric:
     """⟨g_i, g_j⟩ of all pairs of the batch, [N, N].
 
-    All gradients of a layer meet, a part at a time: no microbatches, and the examples of one device. `sketch` estimates the
-    same for any number of examples.
+    All gradients of a layer meet, a part at a time, so there are no microbatches. Of several devices, each has its own
+    examples' rows, and is sent what the others' gradients are made of. `sketch` estimates the same for any number.
 
     >>> from perex_t5x import per_example
     >>> compute = per_example.grad_statistics(lambda w, x: jnp.sum(x @ w), (), metrics=(gram(),))
