@@ -106,7 +106,7 @@ def quick_if(quick, *values):
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        quick_if(method == "surgery" or name in ("mlp", "scanned"), name, method)
+        quick_if(method == "surgery" or name == "mlp", name, method)
         for name in CASES
         for method in ("surgery", "vmap", "map", "loop")
     ],

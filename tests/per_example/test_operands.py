@@ -115,8 +115,15 @@ CASES = {
 BATCH = {"x": X, "y": Y, "ids": IDS}
 
 
-@pytest.mark.parametrize("method", ["surgery", "vmap", "map", "loop"])
-@pytest.mark.parametrize("name", CASES)
+def with_methods():
+    """The other methods reduce whole gradients, wherever these come from: those of most cases are slow."""
+    for name in CASES:
+        for method in ("surgery", "vmap", "map", "loop"):
+            is_slow = method != "surgery" and name != "slices"
+            yield pytest.param(name, method, marks=[pytest.mark.slow] if is_slow else [])
+
+
+@pytest.mark.parametrize(("name", "method"), with_methods())
 def test_every_reduction_against_a_loop(name, method):
     loss, params = CASES[name]
     operands = operands_for(params)

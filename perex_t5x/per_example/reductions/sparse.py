@@ -222,7 +222,7 @@ def _with_operands(context: ReductionContext, s: Statistic, rows: Rows, total: j
     n, _, width = rows.sums_NxTxD.shape
     shape, dtype = (*rows.ids_NxT.shape, *total.shape[1:]), rows.sums_NxTxD.dtype
     at = jnp.minimum(rows.ids_NxT, rows.num_rows - 1)
-    here = context.seeing({name: x.reshape(-1, width)[at] for name, x in context.operands.items()})
+    here = context.seeing({name: x.reshape(rows.num_rows, width)[at] for name, x in context.operands.items()})
     scale, weight = context.columns(3, dtype)
     values = context.weighted(here.phi(s, rows.sums_NxTxD, scale), weight)
     absent = context.phi(s, context.zeros(total.shape, dtype), None)
