@@ -22,7 +22,19 @@ from typing import Any
 
 from perex_t5x.errors import ConfigError
 
+_FOUND = "import sys, importlib.util as u; print(*(m for m in sys.argv[1:] if u.find_spec(m)))"
 _RUN = "import runpy, sys; sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def found(python: str, modules: Sequence[str]) -> list[str]:
+    """Which of these top-level modules this Python has, without importing them."""
+    try:
+        ran = subprocess.run([python, "-c", _FOUND, *modules], capture_output=True, text=True)
+    except OSError as e:
+        raise ConfigError(f"{python}: cannot be started: {e.strerror or e}.") from None
+    if ran.returncode:
+        raise ConfigError(f"{python}: is this a Python? It ended with {ran.returncode}: {ran.stderr.strip()[-200:]}")
+    return ran.stdout.split()
 
 
 class ChildFailedError(Exception):

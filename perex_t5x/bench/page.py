@@ -105,7 +105,7 @@ def text(sections: Mapping[str, Any], command: str, has_plot: bool) -> str:
 
 
 def _made(sections: Mapping[str, Any], command: str) -> str:
-    about = f"`{command}`\n(its help says what is compared; `--dry_run` lists the sections)"
+    about = f"`{command}`\n(its help says what is compared; `--dry_run` lists the sections and the peers it finds)"
     if not sections:
         return f"To be made by {about}: no section has been measured for this page yet."
     machines = " and ".join(sorted({s["machine"] for s in sections.values()}))

@@ -16,6 +16,7 @@ from typing import Any
 
 from perex_t5x import files
 from perex_t5x.bench import engine_sections, page, results, trainer_sections
+from perex_t5x.bench.children import found
 from perex_t5x.bench.engine_sections import AXES, Options
 from perex_t5x.errors import ConfigError, did_you_mean
 
@@ -83,6 +84,8 @@ def run(args: Any) -> int:
     if args.dry_run:
         for name in names:
             print(f"{name}: {SECTIONS[name].about}" + ("; stored already, would be measured again" * (name in kept)))
+        for line in _peers(options):
+            print(line)
         return 0
     failed = measure(names, options, stored, kept)
     for path in page.write(args.folder, kept, command(names, args)) if kept else []:
@@ -95,6 +98,17 @@ def run(args: Any) -> int:
     if failed:
         print(f"not measured: {', '.join(failed)}; --sections={','.join(failed)} tries them again.", file=sys.stderr)
     return 1 if failed or problems else 0
+
+
+def _peers(options: Options) -> Iterator[str]:
+    """Where each peer is looked for, and whether it is there."""
+    for python, modules in (
+        (sys.executable, ["jax_privacy"]),
+        (options.torch_python, ["torch", "opacus", "backpack"]),
+        (options.t5x_python, ["t5x"]),
+    ):
+        there = found(python, modules)
+        yield f"peers in {python}: " + ", ".join(m if m in there else f"{m} (not installed)" for m in modules)
 
 
 def measure(names: Sequence[str], options: Options, stored: str, kept: dict[str, Any]) -> list[str]:

@@ -27,6 +27,10 @@ class StatisticsTransformation(optax.GradientTransformationExtraArgs):
       name: for messages.
       needs: statistics, "mean" first: names of built-in ones, and `per_example.Statistic` objects; what
         `per_example.grad_statistics` takes. optax's wrappers drop it; `needs_of` finds it through them.
+
+    >>> from perex_t5x import optimizers
+    >>> optimizers.micro_adam(0.1).needs
+    ('mean', 'mean_square')
     """
 
     name: str = ""
@@ -41,6 +45,10 @@ class Privacy:
       clip_norm: C, at which the gradient of each example's own loss has to be clipped.
       noise_multiplier: σ; the noise that is added to their sum has the standard deviation σ·C in every coordinate.
       batch_size: what the sum is divided by, fixed beforehand.
+
+    >>> privacy = Privacy(clip_norm=0.5, noise_multiplier=1.0, batch_size=64)
+    >>> privacy.noise_multiplier * privacy.clip_norm / privacy.batch_size  # deviation of the mean's noise
+    0.0078125
     """
 
     clip_norm: float

@@ -156,7 +156,11 @@ def _named(tree: Any) -> list[tuple[str, Any]]:
 
 
 def wrap_optax_optimizer(optax_optimizer: Callable[..., optax.GradientTransformation]) -> Callable[..., Any]:
-    """Of T5X, whose trainer needs its optimizers wrapped. Ours takes optax's: the same function, name and arguments."""
+    """Of T5X, whose trainer needs its optimizers wrapped. Ours takes optax's: the same function, name and arguments.
+
+    >>> wrap_optax_optimizer(optax.sgd).__name__
+    'sgd'
+    """
 
     @functools.wraps(optax_optimizer)
     def same(*args: Any, **kwargs: Any) -> optax.GradientTransformation:
@@ -166,7 +170,12 @@ def wrap_optax_optimizer(optax_optimizer: Callable[..., optax.GradientTransforma
 
 
 def OptaxWrapper(optax_optimizer: optax.GradientTransformation) -> optax.GradientTransformation:  # noqa: N802 (T5X's name)
-    """Of T5X, as `wrap_optax_optimizer`: the optimizer itself."""
+    """Of T5X, as `wrap_optax_optimizer`: the optimizer itself.
+
+    >>> optimizer = optax.sgd(0.1)
+    >>> OptaxWrapper(optimizer) is optimizer
+    True
+    """
     return optax_optimizer
 
 

@@ -17,7 +17,11 @@ from perex_t5x.errors import ConfigError
 
 
 class RateDriven(NamedTuple):
-    """An optimizer whose update is given the learning rate of the step."""
+    """An optimizer whose update is given the learning rate of the step, as `drive_learning_rate` makes it.
+
+    >>> drive_learning_rate(optax.sgd).uses_rate, drive_learning_rate(optax.sgd(0.1)).uses_rate
+    (True, False)
+    """
 
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]  # (grads, state, params, learning_rate, **extra_args)

@@ -56,6 +56,11 @@ class Coverage(tuple):
         to hold more than `clip_memory`.
       holdings: by platform, how norms come first, and the bytes held.
       norm_reductions: parameter -> reduction of the norms, where they come first.
+
+    >>> loss = lambda p, x: jnp.sum(jnp.tanh(x @ p["w"] + p["b"]))
+    >>> table = coverage(loss, {"w": jnp.ones((3, 2)), "b": jnp.ones((1, 2))}, jnp.ones((4, 3)))
+    >>> {row.parameter: row.reduction for row in table}, table.passes
+    ({'b': 'all at once', 'w': 'factored'}, 1)
     """
 
     microbatch_sizes: dict[str, int]

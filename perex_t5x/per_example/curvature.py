@@ -48,6 +48,18 @@ class Likelihood:
       loss: (f, y) -> −log p(y; f) up to a constant, one for each position.
       root: (f, k) -> of output number k = (position, output), a number whose gradient in f is a column of a root of H: the
         sum over k of the columns' outer products is H.
+
+    Counts y of a Poisson distribution with the rate exp(f), whose H is diagonal, exp(f):
+
+    >>> poisson = Likelihood(
+    ...     "poisson",
+    ...     sample=lambda key, f: jax.random.poisson(key, jnp.exp(f)).astype(f.dtype),
+    ...     loss=lambda f, y: jnp.sum(jnp.exp(f) - y * f, axis=-1),
+    ...     root=lambda f, k: jnp.exp(0.5 * jax.lax.stop_gradient(f.reshape(-1)[k])) * f.reshape(-1)[k],
+    ... )
+    >>> compute = gauss_newton_diagonal(lambda w, x: x @ w, poisson)
+    >>> compute(jnp.zeros((2, 1)), jnp.array([[1.0, 0.0], [0.0, 3.0]]))[:, 0].tolist()
+    [0.5, 4.5]
     """
 
     name: str

@@ -222,12 +222,24 @@ def _make(
 
 
 def squared_norm(name: str = "squared_norm", *, per_parameter: bool = False) -> Metric:
-    """|g_i|²; per_parameter: a tree like the parameters, of each one's |g_i|²."""
+    """|g_i|²; per_parameter: a tree like the parameters, of each one's |g_i|².
+
+    >>> from perex_t5x import per_example
+    >>> compute = per_example.grad_statistics(lambda w, x: jnp.sum(x @ w), (), metrics=(squared_norm(),))
+    >>> compute(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 2.0]]))[1].metrics["squared_norm"].tolist()
+    [25.0, 4.0]
+    """
     return _make(name, Products(square=True), _only, per_parameter)
 
 
 def norm(name: str = "norm", *, per_parameter: bool = False) -> Metric:
-    """|g_i|; per_parameter: a tree like the parameters, of each one's |g_i|."""
+    """|g_i|; per_parameter: a tree like the parameters, of each one's |g_i|.
+
+    >>> from perex_t5x import per_example
+    >>> compute = per_example.grad_statistics(lambda w, x: jnp.sum(x @ w), (), metrics=(norm(),))
+    >>> compute(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 2.0]]))[1].metrics["norm"].tolist()
+    [5.0, 2.0]
+    """
     return _make(name, Products(square=True), _norm, per_parameter)
 
 
@@ -257,7 +269,12 @@ def layer_norms(num_layers: int, name: str = "layer_norms", *, per_parameter: bo
 
 def layer_of(params: Any, pattern: str = "") -> Any:
     """A tree like the parameters: each element's index on its parameter's leading axis; of parameters in whose name the
-    regular expression `pattern` is not found, a number that is no layer's."""
+    regular expression `pattern` is not found, a number that is no layer's.
+
+    >>> layers = layer_of({"layers": {"w": jnp.ones((2, 3))}, "b": jnp.ones(2)}, "layers/")
+    >>> layers["layers"]["w"].tolist(), float(layers["b"][0]) > 2
+    ([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], True)
+    """
 
     def one(path: Any, x: Any) -> jax.Array:
         shape = jnp.shape(x)
@@ -300,6 +317,12 @@ def cosine_to_mean(name: str = "cosine_to_mean", *, per_parameter: bool = False)
     """⟨g_i, ḡ⟩ / (|g_i| |ḡ|) with ḡ the batch's `stats.mean`: of all devices' examples, weighted and clipped.
 
     ḡ has to be known first, so losses and gradients are computed a second time.
+
+    >>> from perex_t5x import per_example
+    >>> compute = per_example.grad_statistics(lambda w, x: jnp.sum(x @ w), (), metrics="cosine_to_mean")
+    >>> _, aux = compute(jnp.ones(2), jnp.array([[1.0, 0.0], [0.0, 1.0]]))
+    >>> [round(float(x), 3) for x in aux.metrics["cosine_to_mean"]]
+    [0.707, 0.707]
     """
     return cosine(BATCH_MEAN, name, per_parameter=per_parameter)
 
@@ -331,8 +354,8 @@ def sketch(dim: int, seed: int = 0, name: str = "sketch") -> Metric:
 def gram(name: str = "gram") -> Metric:
     """⟨g_i, g_j⟩ of all pairs of the batch, [N, N].
 
-    All gradients of a layer meet, a part at a time: no microbatches, and the examples of one device. `sketch` estimates the
-    same for any number of examples.
+    All gradients of a layer meet, a part at a time, so there are no microbatches. Of several devices, each has its own
+    examples' rows, and is sent what the others' gradients are made of. `sketch` estimates the same for any number.
 
     >>> from perex_t5x import per_example
     >>> compute = per_example.grad_statistics(lambda w, x: jnp.sum(x @ w), (), metrics=(gram(),))

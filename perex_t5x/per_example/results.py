@@ -60,6 +60,17 @@ class GradStatistics:
         not bound them by a known number: a `clip_norm` that is traced or a function, weights that are not booleans (a weight
         of 3 counts an example three times), sums that are rounded on their way between devices (`transport_dtype`), a
         `shard_map` over more axes than `data_axes` (norms may be of a part of the gradient). The other statistics have none.
+
+    >>> from perex_t5x import per_example
+    >>> compute = per_example.grad_statistics(lambda w, x: jnp.sum(x @ w), ("mean", "mean_square"))
+    >>> stats, _ = compute(jnp.ones(1), jnp.array([[1.0], [3.0]]))  # the examples' gradients
+    >>> stats.mean.tolist(), stats.variance().tolist(), stats.squared_mean().tolist(), int(stats.count)
+    ([2.0], [2.0], [3.0], 2)
+    >>> round(float(stats.noise_scale()), 3)
+    0.667
+    >>> more, _ = compute(jnp.ones(1), jnp.array([[5.0], [7.0]]))
+    >>> GradStatistics.merge(stats, more).mean.tolist()
+    [4.0]
     """
 
     averages: dict[str, Any]
@@ -199,7 +210,14 @@ def _total(tree: Any) -> Any:
 @dataclasses.dataclass(frozen=True)
 class PerExample:
     """What belongs to single examples: `values` (losses, [N]), `norms` of their gradients ([N], or None), the loss's own
-    `aux` with a leading axis N, how many examples were not finite, and `metrics` of their gradients: name -> [N, ...]."""
+    `aux` with a leading axis N, how many examples were not finite, and `metrics` of their gradients: name -> [N, ...].
+
+    >>> from perex_t5x import per_example
+    >>> compute = per_example.grad_statistics(lambda w, x: jnp.sum(x @ w), norms=True)
+    >>> _, aux = compute(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 2.0]]))
+    >>> aux.values.tolist(), aux.norms.tolist(), int(aux.non_finite)
+    ([7.0, 2.0], [5.0, 2.0], 0)
+    """
 
     values: jax.Array
     norms: jax.Array | None

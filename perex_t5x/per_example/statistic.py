@@ -110,21 +110,6 @@ class Statistic:
                 )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class BoundStatistic:
-    """A statistic with its operands, arrays in the order of elements in which one parameter's gradient is produced."""
-
-    name: str
-    unbound: Callable[..., jax.Array]
-    values: tuple[jax.Array, ...]
-    factorable: bool = False
-    scaling: None = None
-
-    def fn(self, g: jax.Array) -> jax.Array:
-        """φ(g; operands), of one gradient or of several, [N, ...]."""
-        return self.unbound(g, *(jnp.broadcast_to(x, g.shape) for x in self.values))
-
-
 def _worst_difference(x: np.ndarray, y: np.ndarray) -> int | None:
     """Where two arrays differ most, or None where they are equal up to rounding."""
     if np.allclose(x, y, rtol=1e-4, atol=1e-6, equal_nan=True):

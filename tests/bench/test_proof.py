@@ -281,7 +281,15 @@ def test_what_is_refused(command):
 
 def test_a_dry_run_lists_the_sections(command, capsys):
     assert command.run(dry_run=True) == 0
-    assert capsys.readouterr().out.startswith("mlp: about mlp\n") and command.calls == []
+    out = capsys.readouterr().out
+    assert out.startswith("mlp: about mlp\n") and command.calls == []
+    assert f"peers in {sys.executable}: t5x" in out
+    with pytest.raises(ConfigError, match="/no/python: cannot be started"):
+        command.run(dry_run=True, torch_python="/no/python")
+
+
+def test_peers_are_found_without_importing_them():
+    assert children.found(sys.executable, ["json", "no_such_module"]) == ["json"]
 
 
 # --- for real ---------------------------------------------------------------------------------------------------------

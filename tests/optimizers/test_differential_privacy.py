@@ -299,6 +299,20 @@ def test_jax_privacy_agrees(microbatch_size):
     assert stats.sensitivity.sum == clipping.clipped_grad(loss, l2_clip_norm=C).sensitivity()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch_size", "steps"), [(256, 1000), (60000, 3)])
+def test_jax_privacy_s_accountant_agrees(batch_size, steps):
+    """Poisson sampling, and whole batches."""
+    analysis = pytest.importorskip("jax_privacy.accounting.analysis", reason="jax-privacy is not installed")
+    from jax_privacy.accounting.accountants import PldAccountantConfig
+
+    whole = analysis.DpParams(noise_multipliers=1.1, num_samples=60000, delta=1e-5, batch_size=batch_size)
+    theirs = analysis.DpsgdTrainingAccountant(PldAccountantConfig()).compute_epsilon(steps, whole)
+    given = {"noise_multiplier": 1.1, "steps": steps, "delta": 1e-5}
+    ours = optimizers.dp_epsilon(**given, sampling_probability=batch_size / 60000)
+    assert ours == pytest.approx(theirs, rel=1e-3)
+
+
 # --- in the trainer ---------------------------------------------------------------------------------------------------
 
 DROPOUT = "DROPOUT_RATE = 0.1"

@@ -12,8 +12,39 @@ from perex_t5x import optimizers, per_example
 from perex_t5x.errors import ConfigError
 from tests.optimizers.optimizer_support import OPTIMIZERS, random_grads, statistics_of
 
+METRICS = [
+    "cosine",
+    "cosine_to_mean",
+    "gram",
+    "inner_product",
+    "layer_norms",
+    "layer_of",
+    "norm",
+    "sketch",
+    "squared_norm",
+]
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "optimizers.md"
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (per_example, per_example.__all__),
+        (per_example.metrics, METRICS),
+        (
+            per_example.curvature,
+            [n for n in vars(per_example.curvature) if n.endswith("diagonal") or n == "Likelihood"],
+        ),
+        (optimizers, optimizers.__all__),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_public_names_have_an_example(module, names):
+    """Which runs as a doctest. optax's own functions have optax's docstrings."""
+    public = [getattr(module, name) for name in names]
+    ours = [x for x in public if not isinstance(x, type(pytest)) and x.__module__.startswith("perex_t5x")]
+    assert len(ours) > 3 and [x.__name__ for x in ours if ">>>" not in (x.__doc__ or "")] == []
 
 
 def test_the_code_runs():

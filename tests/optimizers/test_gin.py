@@ -29,13 +29,19 @@ def files(name, run="runs/pretrain.gin"):
 
 def test_which_are_shipped():
     assert {
-        "adafactor", "adamw", "dp_adamw", "eve", "micro_adam", "micro_adam_msq", "micro_adam_var", "micro_clip",
+        "adafactor", "adamw", "dp_adamw", "eve", "lion", "micro_adam", "micro_adam_msq", "micro_adam_var", "micro_clip",
         "micro_lion",
         "micro_sign", "sign_ema", "sign_sgd",
     } == set(SHIPPED)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+# Of each kind one: the mean alone, statistics, operands, noise. The others are slow, and configured by the test below.
+QUICK = ("adafactor", "dp_adamw", "micro_adam_msq", "micro_lion")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SHIPPED]
+)
 def test_every_shipped_file_trains_at_its_shipped_rate(name, tmp_path):
     every = "train_script.train.stats_period = 1"
     _, state = tiny.train(tmp_path, "TRAIN_STEPS = 30", every, *SMALL, *BESIDES.get(name, ()), files=files(name))
@@ -59,7 +65,7 @@ def test_the_rate_comes_from_the_file_and_yields_to_a_binding(name):
     assert rate("BASE_LEARNING_RATE = 0.125") == 0.125
     optimizer = gin.query_parameter("OPTIMIZER/gin.macro.value").scoped_configurable_fn
     needs = optimizers.needs_of(optimizer, {"w": jax.ShapeDtypeStruct((2,), "float32")})
-    assert (needs == ("mean",)) == (name in ("adafactor", "adamw", "dp_adamw", "sign_sgd", "sign_ema"))
+    assert (needs == ("mean",)) == (name in ("adafactor", "adamw", "dp_adamw", "lion", "sign_sgd", "sign_ema"))
 
 
 # --- with parentheses, as in T5X ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from perex_t5x import per_example
 from perex_t5x.per_example import Statistic
+from perex_t5x.per_example.reductions import dense
 
 RNG = np.random.default_rng(0)
 STATISTICS = (
@@ -114,14 +115,55 @@ CASES = {
 BATCH = {"x": X, "y": Y, "ids": IDS}
 
 
-@pytest.mark.parametrize("method", ["surgery", "vmap", "map", "loop"])
-@pytest.mark.parametrize("name", CASES)
+def with_methods():
+    """The other methods reduce whole gradients, wherever these come from: those of most cases are slow."""
+    for name in CASES:
+        for method in ("surgery", "vmap", "map", "loop"):
+            is_slow = method != "surgery" and name != "slices"
+            yield pytest.param(name, method, marks=[pytest.mark.slow] if is_slow else [])
+
+
+@pytest.mark.parametrize(("name", "method"), with_methods())
 def test_every_reduction_against_a_loop(name, method):
     loss, params = CASES[name]
     operands = operands_for(params)
     compute = per_example.grad_statistics(loss, STATISTICS, method=method)
     run = compute if method == "loop" else jax.jit(compute)
     assert_same(run(params, BATCH, operands=operands)[0], by_hand(loss, params, BATCH, operands))
+
+
+RATIO = Statistic("ratio", lambda g, v: g / jnp.sqrt(v), operands=("second",))
+
+
+def test_an_embedding_has_each_row_s_own_value_at_zero():
+    """φ(0; v) is NaN where v is 0: in the sum of a row that some example does not use, and in no other."""
+    params = {"e": normal(12, 3, 4), "w": normal(12, 8)}
+    batch = {"ids": np.concatenate([np.full((4, 1), 5), IDS % 4], axis=1).astype(np.int32)}  # 5 in all, 4 in none
+    second = {"e": normal(12, 3, 4) ** 2, "w": normal(12, 8) ** 2}
+    second["e"][4:6, 1] = 0.0
+    weights = np.array([1.0, 0.0, 2.0, 0.3], np.float32)
+
+    def loss(p, b):
+        return jnp.mean(jnp.tanh(p["e"][b["ids"]].reshape(1, 7, 12) @ p["w"]) ** 2)
+
+    compute = per_example.grad_statistics(loss, ("mean", RATIO), microbatch_size=2)
+    found = jax.jit(compute)(params, batch, operands={"second": second}, weights=weights)[0][RATIO]
+    grads = [jax.grad(loss)(params, {"ids": batch["ids"][i : i + 1]}) for i in range(4)]
+    for name, x in found.items():
+        with np.errstate(all="ignore"):
+            values = [np.asarray(g[name], np.float64) / np.sqrt(second[name]) for g in grads]
+        expected = sum(w * x for w, x in zip(weights, values, strict=True) if w) / weights.sum()
+        np.testing.assert_allclose(x, expected, rtol=2e-4, atol=2e-6)
+    assert np.all(np.isnan(found["e"][4, 1])) and np.all(np.isinf(found["e"][5, 1]))
+    rows = per_example.coverage(loss, params, batch, statistics=("mean", RATIO))
+    assert [r.reduction for r in rows] == ["sparse", "one at a time"]
+
+
+def test_a_tile_of_a_product_has_its_tile_of_the_operands(monkeypatch):
+    monkeypatch.setattr(dense, "TILE_BYTES", {"cpu": 64})
+    operands = operands_for(MLP)
+    found, _ = jax.jit(per_example.grad_statistics(mlp, STATISTICS, norms=True))(MLP, BATCH, operands=operands)
+    assert_same(found, by_hand(mlp, MLP, BATCH, operands))
 
 
 @pytest.mark.parametrize(

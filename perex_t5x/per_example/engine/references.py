@@ -61,7 +61,7 @@ def by_vmap(request: Request, context: ReductionContext, inputs: Inputs, initial
         for i, (name, g) in enumerate(zip(names, grads, strict=True))
     ]
     for i, r in enumerate(reduced):
-        r.metrics = measures.of_all(context.metrics, reducer.at_least_f32(grads[i]), names[i], inputs.operands[i])
+        r.metrics = measures.of_all(context, reducer.at_least_f32(grads[i]), names[i], inputs.operands[i])
     return per_unit, reduced
 
 
@@ -129,7 +129,7 @@ def by_loop(request: Request, context: ReductionContext, inputs: Inputs, initial
     for i, r in enumerate(reduced):
         if every:
             g_Nx = reducer.at_least_f32(jnp.stack([grads[i] for grads in every]))
-            r.metrics = measures.of_all(context.metrics, g_Nx, names[i], inputs.operands[i])
+            r.metrics = measures.of_all(context, g_Nx, names[i], inputs.operands[i])
         r.squares_N = jnp.concatenate([s[i] for s in squares]) if context.norms else None
     return jax.tree.map(lambda *x: jnp.stack(x), *per_unit), reduced
 

@@ -276,10 +276,6 @@ def _check_pairs(options: Options, has_microbatches: bool) -> None:
     instead = "per_example.metrics.sketch(dim) gives vectors whose inner products estimate the same."
     if has_microbatches or options.microbatch_size == "auto":
         raise ValueError(f"metric {names} needs all examples at a time: microbatch_size=None. {instead}")
-    if options.data_axes:
-        raise ValueError(
-            f"metric {names} is of the examples of one device, which divides the batch over {options.data_axes}. {instead}"
-        )
     if options.method == "map":
         raise ValueError(f"metric {names}: method='map' has one gradient at a time; use 'surgery' or 'vmap'. {instead}")
 

@@ -69,7 +69,7 @@ def reduce(product: Product, operands: Operands) -> tuple[list[jax.Array], jax.A
 
     over_auto_axes = jax.shard_map(
         local,
-        in_specs=(out_spec, l_spec, r_spec, whole, whole),
+        in_specs=(out_spec, l_spec, r_spec, whole, whole, out_spec),
         out_specs=(out_spec, whole),
         axis_names=auto_axes,
         check_vma=False,
@@ -78,7 +78,7 @@ def reduce(product: Product, operands: Operands) -> tuple[list[jax.Array], jax.A
 
 
 def _on_device(product: Product, operands: Any, over: tuple[str, ...]) -> tuple[list[jax.Array], jax.Array | None]:
-    initial, left, right, weights, scales = operands
+    initial, left, right, weights, scales, seen = operands
     context, spec = product.context, product.spec
     mine = dataclasses.replace(product, left=left, right=right)
     s_NxTxI, r_NxTxJ = mine.matrices()
@@ -91,14 +91,18 @@ def _on_device(product: Product, operands: Any, over: tuple[str, ...]) -> tuple[
     # Here, since to import Pallas takes as long as to import all of the engine, and no CPU needs it.
     from perex_t5x.per_example.kernels.matmul import sums_of_products
 
+    def add(sums: Sequence[jax.Array], g: jax.Array, weight: Any, scale: Any, *here: jax.Array) -> list[jax.Array]:
+        return context.seeing(dict(zip(seen, here, strict=True))).added(sums, g, weight, scale)
+
     sums, squares = sums_of_products(
         s_NxTxI,
         r_NxTxJ,
         weights,
         scales,
         None if initial is None else [x.reshape(matrix) for x in initial],
+        seen=[x.reshape(matrix) for x in seen.values()],
         finish=lambda g: at_least_f32(spec.pre(g.astype(dtype))),
-        add=context.added,
+        add=add,
         num_sums=len(context.statistics),
         norms=context.norms,
         tile=tile,
@@ -124,7 +128,10 @@ def _operands(product: Product) -> str:
     pair = precision if isinstance(precision, tuple) else (precision, precision)
     if pair[0] != pair[1] or not any(pair[0] is p for p in known):
         return f"precision {precision}"
-    return ""
+    others = [
+        f"operand {name!r} of {x.dtype}" for name, x in product.context.operands.items() if x.dtype != jnp.float32
+    ]
+    return others[0] if others else ""
 
 
 def _sharding(product: Product) -> str:
@@ -161,12 +168,12 @@ def _size(product: Product) -> str:
 def _functions(product: Product) -> str:
     """`pre` and φ are traced inside the kernel, where arrays cannot be closed over and few operations compile."""
     g = jax.ShapeDtypeStruct((8, 128), jaxprs.dtype_of(product.eqn.outvars[0]))
-    pre = product.spec.pre
-    for name, fn in [
-        ("the gradient's tail", pre),
-        *((f"φ of {s.name!r}", s.fn) for s in product.context.statistics),
+    pre, sums_like = product.spec.pre, jax.ShapeDtypeStruct(g.shape, product.dtype)
+    for name, fn, like in [
+        ("the gradient's tail", pre, [g]),
+        *((f"φ of {s.name!r}", s.fn, [sums_like] * (1 + len(s.operands))) for s in product.context.statistics),
     ]:
-        program = jax.make_jaxpr(fn)(g if fn is pre else jax.ShapeDtypeStruct(g.shape, product.dtype))
+        program = jax.make_jaxpr(fn)(*like)
         if program.consts:
             return f"{name} holds arrays"
         if fn is not pre and program.out_avals[0].dtype != jnp.float32:
@@ -211,5 +218,6 @@ def _matrix(product: Product) -> tuple[int, int]:
 
 def _tile(product: Product, rows: int, columns: int, has_initial: bool) -> tiles.Tile | None:
     itemsize = tiles.rounded_to(product.left.dtype, product.eqn.params["precision"]).itemsize
-    num_sums = len(product.context.statistics)
-    return tiles.choose(rows, columns, product.length, itemsize, num_sums, has_initial, tiles.device_kind())
+    num_sums, num_read = len(product.context.statistics), len(product.context.operands)
+    kind = tiles.device_kind()
+    return tiles.choose(rows, columns, product.length, itemsize, num_sums, has_initial, kind, num_read)

@@ -25,8 +25,8 @@ NAME = "per_example_products"  # in compiled programs and profiles
 
 # From a product in float32 to the gradient that φ sees.
 Finish = Callable[[jax.Array], jax.Array]
-# (sums, gradient, weight, scale) -> sums, of one example.
-Add = Callable[[Sequence[jax.Array], jax.Array, Any, Any], Sequence[jax.Array]]
+# (sums, gradient, weight, scale, *seen) -> sums, of one example.
+Add = Callable[..., Sequence[jax.Array]]
 
 
 def sums_of_products(
@@ -36,6 +36,7 @@ def sums_of_products(
     scales_N: jax.Array | None,
     initial: Sequence[jax.Array] | None,
     *,
+    seen: Sequence[jax.Array] = (),
     finish: Finish,
     add: Add,
     num_sums: int,
@@ -50,6 +51,7 @@ def sums_of_products(
       s_NxTxI, r_NxTxJ: the factors.
       weights_N, scales_N: one number an example, for `add`; or None.
       initial: sums to add to, in place where the program allows it; None: zeros.
+      seen: arrays [I, J] of which `add` gets the same elements as of the gradient.
       finish, add: elementwise; they are traced inside the kernel and may hold no arrays.
       tile: from `tiles.choose`.
       precision: of the product.
@@ -69,7 +71,7 @@ def sums_of_products(
     initial = [] if initial is None else list(initial)
     kernel = functools.partial(
         _kernel,
-        has=(weights_N is not None, scales_N is not None, len(initial), num_sums, norms, grid[3] > 1),
+        has=(weights_N is not None, scales_N is not None, len(initial), len(seen), num_sums, norms, grid[3] > 1),
         tile=tile,
         within=(rows, columns) if rows % tile.rows or columns % tile.columns else None,
         num_chunks=grid[3],
@@ -93,7 +95,7 @@ def sums_of_products(
             *(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in scalars),
             pl.BlockSpec((1, tile.chunk, tile.rows), lambda i, j, n, t: (n, t, i)),
             pl.BlockSpec((1, tile.chunk, tile.columns), lambda i, j, n, t: (n, t, j)),
-            *(sums_tile for _ in initial),
+            *(sums_tile for _ in (*initial, *seen)),
         ],
         out_specs=out_specs,
         out_shape=out_shape,
@@ -107,18 +109,18 @@ def sums_of_products(
         interpret=interpret,
         name=NAME,
         # The scheduler cannot see into a kernel: without an estimate it would not know how much work hides a collective.
-        cost_estimate=_cost(s_NxTxI, r_NxTxJ, grid, num_sums, bool(initial)),
-    )(*scalars, s_NxTxI, r_NxTxJ, *initial)
+        cost_estimate=_cost(s_NxTxI, r_NxTxJ, grid, num_sums + len(initial) + len(seen)),
+    )(*scalars, s_NxTxI, r_NxTxJ, *initial, *seen)
     return list(out[:num_sums]), jnp.sum(out[-1], axis=(0, 1, 3, 4)) if norms else None
 
 
-def _cost(s_NxTxI: jax.Array, r_NxTxJ: jax.Array, grid: tuple[int, ...], num_sums: int, adds: bool) -> pl.CostEstimate:
-    """Products; and bytes: each operand as often as there are tiles along the other, sums written, and read before."""
+def _cost(s_NxTxI: jax.Array, r_NxTxJ: jax.Array, grid: tuple[int, ...], num_whole: int) -> pl.CostEstimate:
+    """Products; and bytes: each factor as often as there are tiles along the other, and whatever is read or written once."""
     n, length, rows = s_NxTxI.shape
     columns = r_NxTxJ.shape[2]
     read = (grid[1] * s_NxTxI.size + grid[0] * r_NxTxJ.size) * s_NxTxI.dtype.itemsize
-    sums = num_sums * rows * columns * 4 * (2 if adds else 1)
-    return pl.CostEstimate(flops=2 * n * length * rows * columns, bytes_accessed=read + sums, transcendentals=0)
+    whole = num_whole * rows * columns * 4
+    return pl.CostEstimate(flops=2 * n * length * rows * columns, bytes_accessed=read + whole, transcendentals=0)
 
 
 def shares(num_examples: int, num_chunks: int, has_initial: bool) -> tuple[float, ...]:
@@ -142,11 +144,12 @@ def _kernel(
     precision: Any,
 ) -> None:
     """One tile of the gradient, one example, one chunk of its sequence."""
-    has_weights, has_scales, num_initial, num_sums, norms, is_chunked = has
+    has_weights, has_scales, num_initial, num_seen, num_sums, norms, is_chunked = has
     ref = iter(refs)
     weights, scales = (next(ref) if given else None for given in (has_weights, has_scales))
     s, r = next(ref), next(ref)
     initial = [next(ref) for _ in range(num_initial)]
+    seen = [next(ref) for _ in range(num_seen)]
     sums = [next(ref) for _ in range(num_sums)]
     squares: Any = next(ref) if norms else None
     so_far: Any = next(ref) if is_chunked else None
@@ -187,7 +190,8 @@ def _kernel(
             # The first example finds whatever the memory held. A selection is free while the matrix units work; a pass that
             # fills the tile with zeros before is 3 % of the kernel on v6e.
             before = [jnp.where(n == 0, jnp.zeros_like(x), x) for x in before]
-        for total, new in zip(sums, add(before, g, weight, scale), strict=True):
+        here = [x[at_i, at_j] for x in seen]
+        for total, new in zip(sums, add(before, g, weight, scale, *here), strict=True):
             total[at_i, at_j] = new
         if norms:
             # Beyond the gradient's edge is whatever the memory held. The sums there are never written back, but the squares

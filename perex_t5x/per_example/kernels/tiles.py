@@ -87,9 +87,11 @@ def padded_length(length: int) -> int:
 
 
 def choose(
-    rows: int, columns: int, length: int, itemsize: int, num_sums: int, has_initial: bool, kind: str
+    rows: int, columns: int, length: int, itemsize: int, num_sums: int, has_initial: bool, kind: str, num_read: int = 0
 ) -> Tile | None:
     """The tile for g_n = S_nᵀ R_n of this shape; None where no tile fits into the vector memory.
+
+    `num_read`: how many arrays of this shape are read besides.
 
     >>> tile = choose(1024, 4096, 1024, 2, 2, False, "TPU v5 lite")
     >>> tile.rows, tile.columns, tile.chunk
@@ -106,7 +108,8 @@ def choose(
         area = tile_rows * tile_columns * 4
         # Two of each block: Pallas loads the next one while the kernel works on this one.
         buffers = 2 * chunk * (tile_rows + tile_columns) * itemsize
-        buffers += 2 * num_sums * area * (2 if has_initial else 1) + (area if chunk < length else 0)
+        blocks = num_sums * (2 if has_initial else 1) + num_read
+        buffers += 2 * blocks * area + (area if chunk < length else 0)
         part_rows, part_columns = divisor(tile_rows, chip.part_rows), divisor(tile_columns, chip.part_columns)
         parts = 2 * part_rows * part_columns * 4  # what is spilled, generously
         if buffers + parts <= chip.vmem:

@@ -29,8 +29,7 @@ def _first_applicable(site: ReductionSite) -> ReductionResult:
         return reducer.shared(site.context, site.spec, site.gradient(*site.leaves))
     if site.context.unit == "token" and (result := tokens.per_token(site)):
         return result
-    # φ that differs from element to element is applied to whole gradients.
-    for reduction in () if site.context.has_operands else REDUCTIONS:
+    for reduction in REDUCTIONS:
         if result := reduction(site):
             return result
     example_size = sum(jaxprs.size_of(v) for v, b in zip(site.node.leaves, site.batched, strict=True) if b)

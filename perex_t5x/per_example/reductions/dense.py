@@ -41,6 +41,7 @@ class Operands(NamedTuple):
     right: jax.Array
     weights_N: jax.Array | None
     scales_N: jax.Array | None
+    seen: dict[str, jax.Array]  # by φ, besides the gradient and of its shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Product:
             constrain(self.right, right),
             self.context.weights_N,
             self.context.scales_N,
+            {name: constrain(x, self.spec.sharding) for name, x in self.context.operands.items()},
         )
 
     @property
@@ -199,15 +201,15 @@ def reduce_product(product: Product) -> ReductionResult:
 
 
 def _whole(product: Product, operands: Operands) -> Any:
-    context = product.context
+    context = product.context.seeing(operands.seen)
 
     def step(sums: Any, x: Any) -> Any:
         left, right, weight, scale = x
         g = product.of_one(left, right)
         return context.added(sums, g, weight, scale), jnp.sum(jnp.square(g)) if context.norms else None
 
-    sums, *xs = operands
-    return over_examples(step, sums, tuple(xs), context.num_examples)
+    xs = operands.left, operands.right, operands.weights_N, operands.scales_N
+    return over_examples(step, operands.sums, xs, context.num_examples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +244,7 @@ def _by_tiles(product: Product, tiling: Tiling, operands: Operands) -> Any:
     def one_tile(start: Any, size: int, sums: Any, squares: Any) -> Any:
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, tiling.out_axis)  # noqa: E731
         sizes = tuple(size if i == tiling.axis else d for i, d in enumerate(per_example))
+        mine = context.seeing({name: cut(x) for name, x in operands.seen.items()})
 
         def add(i: Any, state: Any) -> Any:
             tiles, squares = state
@@ -255,7 +258,7 @@ def _by_tiles(product: Product, tiling: Tiling, operands: Operands) -> Any:
             ]
             g = product.of_one(*rows)
             weight, scale = (None if x is None else x[i] for x in (operands.weights_N, operands.scales_N))
-            tiles = context.added(tiles, g, weight, scale)
+            tiles = mine.added(tiles, g, weight, scale)
             return tiles, None if squares is None else squares.at[i].add(jnp.sum(jnp.square(g)))
 
         # Zeros that are made here stay in the cache; those of `sums` would be read from memory.

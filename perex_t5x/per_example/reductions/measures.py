@@ -6,6 +6,8 @@
 | ⟨g, v⟩ | Σ (S V) ∘ R: no gradient | rows of V at the ids | one gradient at a time; of a sum, each of its terms |
 | other functions of g | one gradient at a time | one at a time | one at a time |
 | ⟨g_i, g_j⟩ | a tile of all gradients at a time | rows of equal ids | as many gradients as fit, each against them |
+
+Of pairs, a device with N of M examples computes N rows: what the others' gradients are made of is gathered.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from perex_t5x.per_example.engine import jaxprs
+from perex_t5x.per_example.engine import jaxprs, shard_map
 from perex_t5x.per_example.metrics import Metric, Products
 from perex_t5x.per_example.reductions.dense import Product
 from perex_t5x.per_example.reductions.reducer import (
+    ReductionContext,
     ReductionResult,
     ReductionSite,
     ReductionSpec,
@@ -63,23 +66,26 @@ def with_metrics(site: ReductionSite, result: ReductionResult) -> ReductionResul
     return dataclasses.replace(result, metrics=found, transient_bytes=max(result.transient_bytes, held))
 
 
-def of_all(metrics: Sequence[Metric], g_Nx: jax.Array, parameter: str, operands: Any) -> dict[str, jax.Array]:
+def of_all(context: ReductionContext, g_Nx: jax.Array, parameter: str, operands: Any) -> dict[str, jax.Array]:
     """From the gradients of all examples."""
-    flat = g_Nx.reshape(g_Nx.shape[0], -1)
-    return {m.name: _inner(flat, flat) if m.pairwise else jax.vmap(m.bound(parameter, operands))(g_Nx) for m in metrics}
+
+    def one(m: Metric) -> jax.Array:
+        if not m.pairwise:
+            return jax.vmap(m.bound(parameter, operands))(g_Nx)
+        flat = g_Nx.reshape(g_Nx.shape[0], -1)
+        return _inner(flat, _of_every_device(context, flat))
+
+    return {m.name: one(m) for m in context.metrics}
 
 
 def of_shared(context: Any, spec: ReductionSpec, g: jax.Array, result: ReductionResult) -> ReductionResult:
     """Of a gradient that is the same for all examples."""
     if not context.metrics:
         return result
-    alone = of_all(context.metrics, g[None], spec.parameter, spec.operands)
-    n = context.num_examples
-    found = {
-        m.name: jaxprs.for_all(jaxprs.for_all(alone[m.name][0, 0], n) if m.pairwise else alone[m.name][0], n)
-        for m in context.metrics
-    }
-    return dataclasses.replace(result, metrics=found)
+    alone, n = of_all(context, g[None], spec.parameter, spec.operands), context.num_examples
+    # A pairwise one has an entry for each device: devices may have different gradients.
+    rows = {m.name: jnp.repeat(alone[m.name][0], n) if m.pairwise else alone[m.name][0] for m in context.metrics}
+    return dataclasses.replace(result, metrics={name: jaxprs.for_all(row, n) for name, row in rows.items()})
 
 
 def of_value(
@@ -91,7 +97,13 @@ def of_value(
     g = at_least_f32(spec.pre(jnp.asarray(value)))
     if not is_batched:
         return of_shared(context, spec, g, result)
-    return dataclasses.replace(result, metrics=of_all(context.metrics, g, spec.parameter, spec.operands))
+    return dataclasses.replace(result, metrics=of_all(context, g, spec.parameter, spec.operands))
+
+
+def _of_every_device(context: ReductionContext, x_Nx: Any) -> Any:
+    """[M, ...]: of all devices that share the batch, in the order of their examples."""
+    axes = context.data_axes
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, axes, tiled=True), x_Nx) if axes else x_Nx
 
 
 def _inner(a_Nx: jax.Array, b_Mx: jax.Array) -> jax.Array:
@@ -203,13 +215,15 @@ def _one_at_a_time(site: ReductionSite, metrics: Sequence[Metric]) -> dict[str, 
 
 
 def _gram(site: ReductionSite) -> jax.Array:
-    n = site.context.num_examples
+    """[N, M]: this device's examples with those of all devices."""
+    context = site.context
+    n, num_all = context.num_examples, context.num_examples * shard_map.num_devices(context.data_axes)
     rows, gradient = _of_one(site)
     g = jax.eval_shape(gradient, [jaxprs.struct(jax.typeof(x), x.shape[1:]) for x in rows])
     size = math.prod(g.shape) * g.dtype.itemsize
-    if n * size <= GRAM_BYTES:
+    if num_all * size <= GRAM_BYTES:
         g_Nx = jax.vmap(gradient)(rows).reshape(n, -1)
-        return _inner(g_Nx, g_Nx)
+        return _inner(g_Nx, _of_every_device(context, g_Nx))
     eqn = site.single("dot_general")
     product = None if eqn is None else Product.of(eqn, site, site.spec)
     if product is not None and product.has_wide_range:
@@ -218,56 +232,61 @@ def _gram(site: ReductionSite) -> jax.Array:
     if only and all(term.eqn.primitive.name == "scatter-add" for term in only):
         embedding = Rows.of(site, only)
         if embedding is not None:
-            return _gram_of_rows(embedding)
-    return _gram_of_blocks(rows, gradient, n, size)
+            return _gram_of_rows(context, embedding)
+    return _gram_of_blocks(rows, _of_every_device(context, rows), gradient, n, size)
 
 
 def _gram_of_products(product: Product) -> jax.Array:
     s_NxTxI, r_NxTxJ = (x.astype(product.dtype) for x in product.matrices())
-    n, length, width = s_NxTxI.shape
     factor = jnp.square(product.factor.astype(product.dtype))
-    if length == 1:  # ⟨s_i r_iᵀ, s_j r_jᵀ⟩ = (s_i · s_j)(r_i · r_j)
-        return _inner(s_NxTxI[:, 0], s_NxTxI[:, 0]) * _inner(r_NxTxJ[:, 0], r_NxTxJ[:, 0]) * factor
-    tile = max(GRAM_BYTES // (n * r_NxTxJ.shape[2] * product.dtype.itemsize), 1)
+    s_MxTxI, r_MxTxJ = _of_every_device(product.context, (s_NxTxI, r_NxTxJ))
+    if product.length == 1:  # ⟨s_i r_iᵀ, s_j r_jᵀ⟩ = (s_i · s_j)(r_i · r_j)
+        return _inner(s_NxTxI[:, 0], s_MxTxI[:, 0]) * _inner(r_NxTxJ[:, 0], r_MxTxJ[:, 0]) * factor
+    num_all, _, width = s_MxTxI.shape
+    tile = max(GRAM_BYTES // (num_all * r_MxTxJ.shape[2] * product.dtype.itemsize), 1)
     count = -(-width // tile)
     # Rows that the last tile lacks are zeros, and add nothing.
-    s_NxTxI = jnp.pad(s_NxTxI, ((0, 0), (0, 0), (0, count * tile - width)))
+    s_MxTxI = jnp.pad(s_MxTxI, ((0, 0), (0, 0), (0, count * tile - width)))
     precision = _in_order(product.eqn.params["precision"])
+    n, first = len(s_NxTxI), len(s_NxTxI) * shard_map.device_index(product.context.data_axes)
 
     def add(k: Any, total: jax.Array) -> jax.Array:
-        mine = jax.lax.dynamic_slice_in_dim(s_NxTxI, k * tile, tile, axis=2)
-        g_Nx = jnp.einsum("nti,ntj->nij", mine, r_NxTxJ, precision=precision).reshape(n, -1)
-        return total + _inner(g_Nx, g_Nx)
+        here = jax.lax.dynamic_slice_in_dim(s_MxTxI, k * tile, tile, axis=2)
+        g_Mx = jnp.einsum("nti,ntj->nij", here, r_MxTxJ, precision=precision).reshape(num_all, -1)
+        return total + _inner(jax.lax.dynamic_slice_in_dim(g_Mx, first, n) if n < num_all else g_Mx, g_Mx)
 
-    total = jax.lax.fori_loop(0, count, add, product.context.zeros((n, n), product.dtype))
+    total = jax.lax.fori_loop(0, count, add, product.context.zeros((n, num_all), product.dtype))
     return total * factor
 
 
-def _gram_of_rows(rows: Rows) -> jax.Array:
+def _gram_of_rows(context: ReductionContext, rows: Rows) -> jax.Array:
     """Σ over pairs of positions with the same id of the product of their rows."""
+    ids_MxU, sums_MxUxD = _of_every_device(context, (rows.ids_NxT, rows.sums_NxTxD))
 
     def against_all(one: tuple[jax.Array, jax.Array]) -> jax.Array:
         ids_T, rows_TxD = one
-        products_TxNxU = jnp.einsum("td,nud->tnu", rows_TxD, rows.sums_NxTxD, precision="highest")
-        same = ids_T[:, None, None] == rows.ids_NxT[None]
-        return jnp.sum(jnp.where(same, products_TxNxU, 0.0), axis=(0, 2))
+        products_TxMxU = jnp.einsum("td,mud->tmu", rows_TxD, sums_MxUxD, precision="highest")
+        same = ids_T[:, None, None] == ids_MxU[None]
+        return jnp.sum(jnp.where(same, products_TxMxU, 0.0), axis=(0, 2))
 
-    gram_NxN = jax.lax.map(against_all, (rows.ids_NxT, rows.sums_NxTxD))
+    gram_NxM = jax.lax.map(against_all, (rows.ids_NxT, rows.sums_NxTxD))
     if rows.absent_NxD is None:
-        return gram_NxN
+        return gram_NxM
     absent_N = jnp.sum(rows.absent_NxD, axis=1)  # 0 or NaN, whatever it is multiplied by
-    return gram_NxN + absent_N[:, None] + absent_N[None]
+    return gram_NxM + absent_N[:, None] + _of_every_device(context, absent_N)[None]
 
 
-def _gram_of_blocks(rows: list[Any], gradient: Callable[..., jax.Array], n: int, size: int) -> jax.Array:
-    """As many gradients as fit are held, and each example's is formed again to meet them."""
+def _gram_of_blocks(
+    rows: list[Any], every: list[Any], gradient: Callable[..., jax.Array], n: int, size: int
+) -> jax.Array:
+    """As many gradients as fit are held, and every example's is formed again to meet them."""
     most = max(GRAM_BYTES // size, 1)
     block = max(d for d in range(1, n + 1) if n % d == 0 and d <= most)
     flat = lambda row: gradient(row).reshape(-1)  # noqa: E731
 
     def one_block(mine: list[Any]) -> jax.Array:
         g_Bx = jax.lax.map(flat, mine)
-        return jax.lax.map(lambda row: _inner(g_Bx, flat(row)[None])[:, 0], rows).T  # [B, N]
+        return jax.lax.map(lambda row: _inner(g_Bx, flat(row)[None])[:, 0], every).T  # [B, M]
 
     blocks = [x.reshape(n // block, block, *x.shape[1:]) for x in rows]
-    return jax.lax.map(one_block, blocks).reshape(n, n)
+    return jax.lax.map(one_block, blocks).reshape(n, -1)

@@ -33,7 +33,7 @@ from perex_t5x.per_example.engine.plan import Joint, Materialized, Producer
 from perex_t5x.per_example.engine.shard_map import AutoSharding, constrain
 from perex_t5x.per_example.metrics import POSITIONS, Metric
 from perex_t5x.per_example.reductions import windows
-from perex_t5x.per_example.statistic import BoundStatistic, Statistic
+from perex_t5x.per_example.statistic import Statistic
 
 MATERIALISED = "materialised"
 SHARED = "shared"
@@ -100,6 +100,8 @@ class ReductionContext:
       weights_N: w_n, outside φ; None: all 1. Examples of weight 0 are selected away, so that their NaN do no harm.
       scales_N: c_n, inside φ (clipping): φ(c_n g_n); None: all 1. Norms are of the gradient before scaling.
       parameter_scales: parameter -> c_n of its own gradient (clipping by parameter), in place of `scales_N`.
+      operands: name -> what φ sees besides the gradient, of the parameter (or part of it) at hand, in the order of elements
+        in which its gradient is produced.
       norms: whether Σ g_n² is wanted.
       metrics: numbers of each g_n that are wanted besides, before scaling.
       hold: what to keep for statistics that are formed later: a strategy of `reductions.held`; '': nothing.
@@ -113,11 +115,12 @@ class ReductionContext:
       dtypes: what is known of φ's dtype; copies of this context, which have the same φ or none, share it.
     """
 
-    statistics: Sequence[Statistic | BoundStatistic]
+    statistics: Sequence[Statistic]
     num_examples: int
     weights_N: jax.Array | None = None
     scales_N: jax.Array | None = None
     parameter_scales: Mapping[str, jax.Array] | None = None
+    operands: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     norms: bool = False
     metrics: Sequence[Metric] = ()
     hold: str = ""
@@ -135,26 +138,20 @@ class ReductionContext:
         if self.parameter_scales is not None:
             alone = dataclasses.replace(self, scales_N=self.parameter_scales[parameter], parameter_scales=None)
             return alone.bound(parameter, operands)
-        if not operands or not any(s.operands for s in self.statistics if isinstance(s, Statistic)):
-            return self
-        statistics = [
-            BoundStatistic(s.name, s.fn, tuple(operands[name] for name in s.operands))
-            if isinstance(s, Statistic) and s.operands
-            else s
-            for s in self.statistics
-        ]
-        return dataclasses.replace(self, statistics=statistics)
+        seen = {name: operands[name] for s in self.statistics for name in s.operands}
+        return dataclasses.replace(self, operands=seen) if seen else self
 
-    @property
-    def has_operands(self) -> bool:
-        """Whether some φ differs from element to element, so that it cannot be applied to tiles or rows alone."""
-        return any(isinstance(s, BoundStatistic) for s in self.statistics)
+    def seeing(self, operands: Mapping[str, jax.Array]) -> ReductionContext:
+        """The same with other operands: those of a tile, or of rows."""
+        return dataclasses.replace(self, operands=operands) if self.operands else self
 
-    def phi(self, statistic: Statistic | BoundStatistic, g: jax.Array, scale: jax.Array | None) -> jax.Array:
-        """φ(c g)."""
+    def phi(self, statistic: Statistic, g: jax.Array, scale: jax.Array | None) -> jax.Array:
+        """φ(c g; operands), of one gradient or of several, [N, ...]."""
         g = g if scale is None else g * scale
         # As `jnp.square` does, but without a trace for every new shape.
-        return jax.lax.square(g) if statistic.fn is jnp.square else statistic.fn(g)
+        if statistic.fn is jnp.square:
+            return jax.lax.square(g)
+        return statistic.fn(g, *(jnp.broadcast_to(self.operands[name], g.shape) for name in statistic.operands))
 
     def weighted(self, x: jax.Array, weight: jax.Array | None) -> jax.Array:
         # The factor goes in here, where XLA fuses it with φ: dividing the finished sums would read and write them once more.
@@ -188,15 +185,19 @@ class ReductionContext:
         dtypes = [self._dtype(s, shape, dtype) for s in self.statistics]
         return [constrain(self.zeros(shape, d), sharding) for d in dtypes]
 
-    def _dtype(self, statistic: Statistic | BoundStatistic, shape: Sequence[int], dtype: Any) -> Any:
+    def _dtype(self, statistic: Statistic, shape: Sequence[int], dtype: Any) -> Any:
         """φ may return another dtype than the gradient's, and a loop's carry must have its final type from the start."""
-        if isinstance(statistic, BoundStatistic):
-            return jax.eval_shape(statistic.fn, jax.ShapeDtypeStruct(tuple(shape), dtype)).dtype
+        if statistic.operands:
+            like = [jax.ShapeDtypeStruct(tuple(shape), x) for x in (dtype, *self.operand_dtypes(statistic))]
+            return jax.eval_shape(statistic.fn, *like).dtype
         # Asked once of one element, whose shape is free, for all parameters.
         key = statistic.name, len(shape), dtype
         if key not in self.dtypes:
             self.dtypes[key] = jax.eval_shape(statistic.fn, jax.ShapeDtypeStruct((1,) * len(shape), dtype)).dtype
         return self.dtypes[key]
+
+    def operand_dtypes(self, statistic: Statistic) -> list[Any]:
+        return [self.operands[name].dtype for name in statistic.operands]
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         # A loop's carry must have the same type before and after a step, and the sums vary over devices.

@@ -19,6 +19,7 @@ from perex_t5x.per_example.engine import jaxprs, plan
 from perex_t5x.per_example.reductions.dense import Product, gram_squares, has_wide_range, reduce_product
 from perex_t5x.per_example.reductions.reducer import ReductionContext, ReductionResult, ReductionSite, at_least_f32
 from perex_t5x.per_example.reductions.terms import Term, terms
+from perex_t5x.per_example.statistic import Statistic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +150,8 @@ def _combine(ids_NxT: jax.Array, rows_NxTxD: jax.Array, num_rows: int) -> tuple[
 
 def _zero_at_zero(context: ReductionContext, dtype: jnp.dtype) -> list[bool] | None:
     """Of each φ, whether φ(0) = 0; None if some φ(0) is not finite (it could not be subtracted again) or not known."""
-    try:
-        at_zero = [_at_zero(s.fn, dtype) for s in context.statistics]
+    try:  # of one with operands every element has its own
+        at_zero = [1.0 if s.operands else _at_zero(s.fn, dtype) for s in context.statistics]
     except jax.errors.ConcretizationTypeError:  # φ closes over something traced
         return None
     return [z == 0 for z in at_zero] if np.all(np.isfinite(at_zero)) else None
@@ -178,7 +179,7 @@ def sparse(site: ReductionSite) -> ReductionResult | None:
     if set(by_name) != {"scatter-add"}:
         return None
     rows = Rows.of(site, by_name["scatter-add"])
-    if rows is None:
+    if rows is None or (context.operands and rows.absent_NxD is not None):
         return None
     is_zero_at_zero = _zero_at_zero(context, rows.sums_NxTxD.dtype)
     if is_zero_at_zero is None:
@@ -189,6 +190,9 @@ def sparse(site: ReductionSite) -> ReductionResult | None:
     begin = context.begin(spec.initial, shape, g_NxTxD.dtype, spec.sharding)
     sums = []
     for s, total, zero_everywhere in zip(context.statistics, begin, is_zero_at_zero, strict=True):
+        if s.operands:
+            sums.append(_with_operands(context, s, rows, total))
+            continue
         change = context.phi(s, g_NxTxD, scale)
         if rows.absent_NxD is not None:
             absent_Nx1xD = context.phi(s, rows.absent_NxD[:, None], scale)
@@ -209,6 +213,37 @@ def sparse(site: ReductionSite) -> ReductionResult | None:
     return ReductionResult(sums, squares, "sparse", 0)
 
 
+def _with_operands(context: ReductionContext, s: Statistic, rows: Rows, total: jax.Array) -> jax.Array:
+    """Σ_n w_n φ(row) at the ids in use, and φ(0) at each row with the weight of the examples that do not use it.
+
+    Nothing is subtracted again: what φ(0) is, infinite or NaN, is known to no one, and where all examples use a row it is in
+    no sum.
+    """
+    n, _, width = rows.sums_NxTxD.shape
+    shape, dtype = (*rows.ids_NxT.shape, *total.shape[1:]), rows.sums_NxTxD.dtype
+    at = jnp.minimum(rows.ids_NxT, rows.num_rows - 1)
+    here = context.seeing({name: x.reshape(rows.num_rows, width)[at] for name, x in context.operands.items()})
+    scale, weight = context.columns(3, dtype)
+    values = context.weighted(here.phi(s, rows.sums_NxTxD, scale), weight)
+    absent = context.phi(s, context.zeros(total.shape, dtype), None)
+    # As numbers of examples, which are exact: a difference of weights need not be 0 where no example is left.
+    real_N = jnp.ones(n, dtype) if context.weights_N is None else (context.weights_N != 0).astype(dtype)
+    without_V = jnp.sum(real_N) - _at_rows(rows, real_N)
+    if context.weights_N is None:
+        rest_V = without_V * np.asarray(context.factor, dtype)
+    else:
+        rest_V = context.total_weight(dtype) - _at_rows(rows, context.weighted(real_N, context.weights_N))
+    rest_V, without_V = (x.reshape(-1, *[1] * (total.ndim - 1)) for x in (rest_V, without_V))
+    total = total + jnp.where(without_V == 0, 0.0, rest_V.astype(absent.dtype) * absent)
+    return total.at[rows.ids_NxT].add(values.reshape(shape), mode="drop")
+
+
+def _at_rows(rows: Rows, x_N: jax.Array) -> jax.Array:
+    """[V]: of each row of the table, the sum of x_n over the examples that use it."""
+    x_NxT = jnp.broadcast_to(x_N[:, None], rows.ids_NxT.shape)
+    return jnp.zeros(rows.num_rows, x_N.dtype).at[rows.ids_NxT].add(x_NxT, mode="drop")
+
+
 def sparse_plus_dense(site: ReductionSite) -> ReductionResult | None:
     """A tied embedding: with E the sparse part and O the product, Σ φ(O), and φ(E+O) − φ(O) at the ids in use.
 
@@ -217,6 +252,9 @@ def sparse_plus_dense(site: ReductionSite) -> ReductionResult | None:
     context = site.context
     by_name = _by_primitive(site)
     if set(by_name) != {"scatter-add", "dot_general"} or len(by_name["dot_general"]) > 1:
+        return None
+    # φ(O) is subtracted again, and with operands it may be infinite wherever they are 0.
+    if context.operands:
         return None
     (dense,) = by_name["dot_general"]
     sharding = site.spec.sharding

@@ -125,9 +125,13 @@ PARAMS = {
 PLACES = {"w": P(None, "model"), "v": P("model", None, None)}
 
 
-def params():
+def params_of(dtype):
     draw = np.random.default_rng(1)
-    return {name: jnp.asarray(draw.normal(size=p.shape) * 0.1, jnp.float32) for name, p in PARAMS.items()}
+    return {name: jnp.asarray(draw.normal(size=p.shape) * 0.1, dtype) for name, p in PARAMS.items()}
+
+
+def params():
+    return params_of(jnp.float32)
 
 
 def batch(n=8, length=24):
@@ -139,12 +143,17 @@ def mesh_of(devices, shape=(2, 1)):
     return Mesh(np.asarray(devices[:count]).reshape(shape), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
-def on_mesh(mesh, *, with_weights=False, check_vma=False, **options):
+STEP = per_example.Statistic("step", lambda g, m: jnp.where(m > 0, g, jnp.tanh(0.9 * m + 0.1 * g)), operands=("m",))
+
+
+def on_mesh(mesh, *, with_weights=False, with_operands=False, check_vma=False, **options):
     """The statistics of all devices' examples; the model axis is the compiler's."""
-    compute = per_example.grad_statistics(loss, STATISTICS, data_axes=("data",), **options)
+    statistics = (*STATISTICS, STEP) if with_operands else STATISTICS
+    compute = per_example.grad_statistics(loss, statistics, data_axes=("data",), **options)
 
     def run(params, x, weights):
-        found, aux = compute(params, x, weights=weights if with_weights else None)
+        operands = {"m": jax.tree.map(jnp.cos, params)} if with_operands else None
+        found, aux = compute(params, x, weights=weights if with_weights else None, operands=operands)
         return found.averages, aux.norms
 
     out_specs = (P(), P("data") if {"norms", "clip_norm"} & set(options) else None)
@@ -176,6 +185,7 @@ OPTIONS = {
     "clipping": {"clip_norm": 0.5},
     "microbatches": {"microbatch_size": 2, "norms": True},
     "groups": {"group_size": 2},
+    "operands": {"with_operands": True, "with_weights": True, "microbatch_size": 2, "norms": True},
 }
 
 
@@ -195,7 +205,7 @@ def test_engine_with_kernel_is_engine_without(name, interpreted):
 def test_engine_with_kernel_under_tensor_parallelism(shape, interpreted, monkeypatch):
     mesh = mesh_of(jax.devices(), shape)
     monkeypatch.setattr(dispatch, "_SMALLEST", 0)  # each device has a small part
-    options = {"norms": True, "shardings": PLACES}
+    options = {"norms": True, "shardings": PLACES, "with_operands": True}
     got, norms = jax.jit(on_mesh(mesh, **options))(params(), batch(), WEIGHTS)
     assert {s[2] for s, _ in interpreted} | {r[2] for _, r in interpreted} == {160, 240, 256 // shape[1]}
     want, want_norms = jax.jit(on_mesh(mesh, kernels=False, **options))(params(), batch(), WEIGHTS)
@@ -233,6 +243,7 @@ CASES = {
     "φ of 'held' holds arrays": {
         "statistics": per_example.Statistic("held", lambda g: g * jnp.sum(jnp.asarray(OFFSET)))
     },
+    "operand 'm' of bfloat16": {"statistics": STEP, "operands": {"m": params_of(jnp.bfloat16)}},
     "a sequence of 4": {"x": batch(length=4)},
     "a gradient as small as 160 x 20": {"params": {"w": jnp.ones((160, 20)), "v": jnp.ones((20, 4, 60))}},
     "operands of float16": {
@@ -249,7 +260,7 @@ def test_says_why_it_does_not_apply(reason, monkeypatch):
     p, x, fn = case.get("params", params()), case.get("x", batch()), case.get("loss", loss)
     compute = per_example.grad_statistics(fn, case.get("statistics", ("mean", "mean_square")), data_axes=("data",))
     run = jax.shard_map(
-        lambda p, x: compute(p, x)[0].averages,
+        lambda p, x: compute(p, x, operands=case.get("operands"))[0].averages,
         mesh=mesh_of(jax.devices()),
         in_specs=(P(), P("data")),
         out_specs=P(),
@@ -329,8 +340,8 @@ def test_tiles_fit_and_cover(kind):
         assert tile.rows % 128 == tile.columns % 128 == 0
         assert tile.rows % tile.part_rows == tile.columns % tile.part_columns == 0
         assert tiles.padded_length(length) % tile.chunk == 0 and (tile.chunk == length or tile.chunk % 128 == 0)
-        held = 2 * tile.chunk * (tile.rows + tile.columns) * itemsize + 4 * 3 * tile.rows * tile.columns * 4
-        assert held <= tile.vmem
+        operands, area = 2 * tile.chunk * (tile.rows + tile.columns) * itemsize, tile.rows * tile.columns * 4
+        assert operands + 4 * 3 * area <= tile.vmem
         if min(rows, columns) >= 1024:
             waste = [-(-size // side) * side / size for size, side in ((rows, tile.rows), (columns, tile.columns))]
             assert max(waste) < 1.2
@@ -349,6 +360,7 @@ def test_compiles_for_tpus(topology, monkeypatch):
     kind = tiles.device_kind
     monkeypatch.setattr(tiles, "device_kind", lambda: kinds.add(kind()) or kind())
     options = dict(with_weights=True, clip_norm=1.0, clip_strategy="two passes", microbatch_size=2, norms=True)
+    options["with_operands"] = True
     compiled = compile_for(mesh, on_mesh(mesh, **options), length=200)
     assert jax.default_backend() == "cpu"
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') >= 2
@@ -380,7 +392,7 @@ def test_factors_are_written_as_the_matrix_units_take_them(precision, dtype, mon
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_compiles_under_tensor_parallelism(check_vma):
     mesh = mesh_of(tpu_devices("v5e:2x2"), (2, 2))
-    run = on_mesh(mesh, shardings=PLACES, norms=True, check_vma=check_vma)
+    run = on_mesh(mesh, shardings=PLACES, norms=True, check_vma=check_vma, with_operands=True)
     assert "tpu_custom_call" in compile_for(mesh, run).as_text()
 
 
