@@ -139,9 +139,9 @@ def test_weights_of_a_wrong_shape(weights, options, message):
 
 
 def stacked(params, x):
-    """The loop over layers stacks gradients of softmax(w), and makes those of `x @ v` besides."""
+    """The loop over layers stacks gradients of softmax(w), through those of tanh, and makes that of `x @ v` besides."""
     weights = jax.nn.softmax(params["layer"]["w"])
-    return jnp.sum(jax.lax.scan(lambda h, w: (jnp.sin(h @ w), None), x @ params["v"], weights)[0])
+    return jnp.sum(jax.lax.scan(lambda h, w: (jnp.sin(h @ jnp.tanh(w)), None), x @ params["v"], weights)[0])
 
 
 def test_strict_names_the_parameter_and_the_reason():
