@@ -138,6 +138,12 @@ def test_weights_of_a_wrong_shape(weights, options, message):
         compute(weights=weights, **options)
 
 
+def test_parameters_that_are_no_arrays():
+    for leaf in (jnp.tanh, "gelu"):
+        with pytest.raises(ValueError, match="parameter act is no array, but .*eqx.partition"):
+            compute(lambda p, x: loss(p["w"], x), ({"act": leaf, "w": W}, X), parameters="w")
+
+
 def stacked(params, x):
     """The loop over layers stacks gradients of softmax(w), through those of tanh, and makes that of `x @ v` besides."""
     weights = jax.nn.softmax(params["layer"]["w"])

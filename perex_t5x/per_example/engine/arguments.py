@@ -95,6 +95,11 @@ class Selected:
             listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise ValueError(f"parameters selects none of the parameters: {listed or 'there are none'}.")
         for name, leaf, c in zip(names, leaves, chosen, strict=True):
+            if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, int | float | complex):
+                raise ValueError(
+                    f"parameter {name} is no array, but {leaf!r}: give arrays alone, and let the loss close over the rest "
+                    "(Equinox: eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss)."
+                )
             if c and jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
                 raise ValueError(
                     f"parameter {name} has dtype {jnp.result_type(leaf)}: φ of a complex gradient is not defined here. Give "

@@ -100,7 +100,9 @@ EMBEDDED = {
         p["w"][0, 0] > 0,
         lambda h, w: h @ w,
         lambda h, w: jnp.sin(h @ w.T),
-        jax.lax.scan(lambda h, w: (over_layers(w, h), None), h, jnp.stack([jnp.tanh(p["stack"]), jnp.cos(p["stack"])]))[0],
+        jax.lax.scan(lambda h, w: (over_layers(w, h), None), h, jnp.stack([jnp.tanh(p["stack"]), jnp.cos(p["stack"])]))[
+            0
+        ],
         jax.nn.softmax(p["w"]),
     ),
     "without_a_sequence": lambda p, h: jnp.tanh(jnp.sin(h[:, 0] @ p["stack"][0]) @ jax.nn.softmax(p["w"])),
