@@ -19,8 +19,15 @@ from perex_t5x.per_example.engine.accumulate import (
     choose_holding,
     finish,
 )
-from perex_t5x.per_example.engine.arguments import Roles, Selected, closed_over, num_examples, parameter_filter
-from perex_t5x.per_example.engine.clipping import check_clip_norm, clips_by_parameter
+from perex_t5x.per_example.engine.arguments import (
+    Roles,
+    Selected,
+    check_clip_norm,
+    clips_by_parameter,
+    closed_over,
+    num_examples,
+    parameter_filter,
+)
 from perex_t5x.per_example.engine.microbatch import automatic_sizes
 from perex_t5x.per_example.engine.references import METHODS
 from perex_t5x.per_example.engine.request import (

@@ -211,3 +211,23 @@ def stacked_split(draw: Draw) -> Parts:
         return jnp.mean((jax.nn.silu(wide[..., :d]) * wide[..., d:] @ third) ** 2)
 
     return loss, {"w": draw.weight(3, d, d)}, draw.normal(draw.size(4, 16), t, d)
+
+
+@case()
+def layers_merged_lora(draw: Draw) -> Parts:
+    """LoRA merged for all layers at once, before the scan over them; the embedding in front of it is trained, too."""
+    d, layers, rank, vocab = draw.size(6, 256), draw.size(2, 4), draw.size(2, 8), draw.size(7, 512)
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        merged = params["w"] + jnp.einsum("ldr,lrf->ldf", params["a"], params["b"])
+        h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), params["embedding"][batch["ids"]], merged)
+        return jnp.mean((h - batch["y"][..., None]) ** 2)
+
+    params = {
+        "embedding": draw.normal(vocab, d),
+        "w": draw.weight(layers, d, d),
+        "a": draw.weight(layers, d, rank),
+        "b": draw.weight(layers, rank, d),
+    }
+    n, t = draw.size(4, 16), draw.size(3, 32)
+    return loss, params, {"ids": draw.ids(vocab, n, t), "y": draw.normal(n, t)}

@@ -138,10 +138,16 @@ def test_weights_of_a_wrong_shape(weights, options, message):
         compute(weights=weights, **options)
 
 
+def test_parameters_that_are_no_arrays():
+    for leaf in (jnp.tanh, "gelu"):
+        with pytest.raises(ValueError, match="parameter act is no array, but .*eqx.partition"):
+            compute(lambda p, x: loss(p["w"], x), ({"act": leaf, "w": W}, X), parameters="w")
+
+
 def stacked(params, x):
-    """The loop over layers stacks gradients of softmax(w), and makes those of `x @ v` besides."""
+    """The loop over layers stacks gradients of softmax(w), through those of tanh, and makes that of `x @ v` besides."""
     weights = jax.nn.softmax(params["layer"]["w"])
-    return jnp.sum(jax.lax.scan(lambda h, w: (jnp.sin(h @ w), None), x @ params["v"], weights)[0])
+    return jnp.sum(jax.lax.scan(lambda h, w: (jnp.sin(h @ jnp.tanh(w)), None), x @ params["v"], weights)[0])
 
 
 def test_strict_names_the_parameter_and_the_reason():

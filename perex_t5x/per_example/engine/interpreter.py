@@ -70,7 +70,10 @@ def run(
     """
     program = rewrite(program, batched, specs)
     jaxpr = program.jaxpr
-    plan = make_plan(jaxpr, specs, batched, frozenset(context.data_axes))
+    # A branch's sums leave it in buffers of their own, one for each statistic: a single example's gradient is no more.
+    # (Inside, its own equations may be needed: tokens, a norm without the gradient, sums over devices.)
+    alone = context.num_examples == 1 and context.unit == "example" and context.statistics and not context.device_axes
+    plan = make_plan(jaxpr, specs, batched, frozenset(context.data_axes), enter_branches=not alone)
     entered: dict[int, dict[int, ReductionSpec]] = {}
     # A loop is entered once for all gradients that come out of it, and that is when its equation's turn comes: what is to be
     # done inside must be known before.

@@ -145,11 +145,16 @@ def inputs_of(node: Node) -> Iterator[core.Var]:
 
 
 def make_plan(
-    jaxpr: core.Jaxpr, wanted: Iterable[int], batched: Sequence[bool], data_axes: frozenset[str] = frozenset()
+    jaxpr: core.Jaxpr,
+    wanted: Iterable[int],
+    batched: Sequence[bool],
+    data_axes: frozenset[str] = frozenset(),
+    enter_branches: bool = True,
 ) -> Plan:
     """Plans the reduction of the results `wanted` of a program, of whose arguments those marked differ by example.
 
-    `data_axes` are the mesh axes over which devices have examples of their own.
+    `data_axes` are the mesh axes over which devices have examples of their own. `enter_branches`: whether gradients that
+    come out of a `cond` are reduced inside it.
     """
     wanted = tuple(wanted)
     sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
@@ -168,7 +173,9 @@ def make_plan(
             moves.update(id(e) for e in crossing)
             return CrossDeviceSum(crossing, walk(crossing[0].invars[0]))
         # The carry of a scan mixes steps; only what it stacks is one step's gradient as it is. (Gradients that are added up
-        # in a carry have been taken out of it before: `rewrites.scans.accumulations`.)
+        # in a carry have been taken out of it before: `rewrites.extraction`.)
+        if name == "cond" and not enter_branches:
+            return Materialized(v)
         if name in primitives.REMAT | {"cond", "shard_map"} or (name == "scan" and index >= eqn.params["num_carry"]):
             return InControlFlow(eqn, index)
         if is_permutation(eqn):
@@ -369,7 +376,7 @@ def _grows(v: core.Var, eqn: core.JaxprEqn, depends: Set[core.Var]) -> bool:
 
 
 def is_accumulation(eqn: core.JaxprEqn) -> bool:
-    """A scan that only adds up one array over its steps: `rewrites.scans.accumulations` makes them."""
+    """A scan that only adds up one array over its steps: `rewrites.extraction` makes them."""
     return eqn.primitive.name == "scan" and eqn.params["num_carry"] == 1 and len(eqn.outvars) == 1
 
 

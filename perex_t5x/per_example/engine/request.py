@@ -12,8 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from perex_t5x.per_example.engine import jaxprs, shard_map
-from perex_t5x.per_example.engine.arguments import Roles, Selected, check_divides, check_keys, num_examples
-from perex_t5x.per_example.engine.clipping import check_clip_norm, check_weight_function, clips_by_parameter
+from perex_t5x.per_example.engine.arguments import (
+    Roles,
+    Selected,
+    check_clip_norm,
+    check_divides,
+    check_keys,
+    check_weight_function,
+    clips_by_parameter,
+    num_examples,
+)
 from perex_t5x.per_example.engine.shard_map import AutoSharding
 from perex_t5x.per_example.metrics import BATCH_MEAN, POSITIONS, Metric
 from perex_t5x.per_example.reductions.reducer import ReductionContext, ReductionSpec
@@ -33,7 +41,7 @@ class Options:
     token_fallback: bool
     reduction: str
     norms: bool
-    clip_norm: Any  # see `clipping`
+    clip_norm: Any  # see `arguments`
     non_finite: str
     strict: bool
     data_axes: tuple[str, ...] = ()

@@ -406,10 +406,15 @@ def jointly(
 
 
 def with_held(result: ReductionResult, node: Producer | Materialized | Joint, num_examples: int) -> ReductionResult:
-    """However well a gradient is reduced: said, if values of its size exist for all examples on the way to it."""
+    """However well a gradient is reduced: said, if values of its size exist for all examples on the way to it.
+
+    Of a single example, as with microbatches of one, they are what any way to its gradient makes.
+    """
     if not node.held:
         return result
     held = num_examples * sum(jaxprs.size_of(v) * jaxprs.dtype_of(v).itemsize for v in node.held)
+    if num_examples == 1:
+        return dataclasses.replace(result, reduction="one at a time", transient_bytes=held)
     return dataclasses.replace(result, reduction=MATERIALISED, note=node.note, transient_bytes=held)
 
 

@@ -96,6 +96,15 @@ EMBEDDED = {
     "recurrent": lambda p, h: (
         lambda w: jax.lax.scan(lambda s, x: (jnp.tanh(s @ w + x), None), h[:, 0], jnp.moveaxis(h, 1, 0))[0]
     )(jax.nn.softmax(p["w"])),
+    "layers_of_layers_and_a_branch": lambda p, h: jax.lax.cond(
+        p["w"][0, 0] > 0,
+        lambda h, w: h @ w,
+        lambda h, w: jnp.sin(h @ w.T),
+        jax.lax.scan(lambda h, w: (over_layers(w, h), None), h, jnp.stack([jnp.tanh(p["stack"]), jnp.cos(p["stack"])]))[
+            0
+        ],
+        jax.nn.softmax(p["w"]),
+    ),
     "without_a_sequence": lambda p, h: jnp.tanh(jnp.sin(h[:, 0] @ p["stack"][0]) @ jax.nn.softmax(p["w"])),
 }
 
@@ -179,13 +188,13 @@ def test_a_cone_is_run_once():
 
 
 def test_what_is_held_is_said():
-    """A loop that stacks gradients and makes those of activations besides cannot be run for one example at a time."""
+    """A function before a loop and another inside: what the loop stacks are gradients, not smaller values."""
     embedding = normal(40, D)
     ids = jnp.asarray(DRAW.integers(0, 40, size=(N, T)))
 
     def loss(p, ids):
         weights = p["w"] + jnp.einsum("ldr,lrf->ldf", p["a"], p["b"])
-        return total(over_layers(weights, p["embedding"][ids]))
+        return total(jax.lax.scan(lambda h, w: (h @ jax.nn.softmax(w), None), p["embedding"][ids], weights)[0])
 
     params = {**STACK, "embedding": embedding}
     table = {row.parameter: row for row in per_example.coverage(loss, params, ids)}
@@ -200,5 +209,8 @@ def test_what_is_held_is_said():
         ValueError, match="'a' would have to be materialised .* can be applied to one layer's inside it"
     ):
         per_example.coverage(loss, params, ids, strict=True)
+    # One example's are held in any case.
+    table = per_example.coverage(loss, params, ids, strict=True, microbatch_size=1)
+    assert table[0].reduction == "one at a time" and table[0].transient_bytes >= STACK["w"].size * 4
     stats, _ = jax.jit(per_example.grad_statistics(loss, SOME))(params, ids)
     assert_matches(stats, single_gradients(loss, params, ids), SOME)

@@ -8,7 +8,8 @@ compiler a shape it handles badly:
 - A selection between a value and itself is that value.
 - Elementwise operations after a scan or remat, with a scalar or a shared array, move inside (`scans`).
 - A remat region whose gradients are used further is replaced by its body (`scans`).
-- A scan that adds gradients up in its carry is split in two (`scans`).
+- A scan that adds gradients up in its carry, or makes such as are used further, is split in two, and so is a `cond`
+  (`extraction`).
 - Matrix products lose padding, transposes, splits and selections (`products`).
 - Products with one-hot ids become scatter-adds, and what follows those moves into their ids and rows (`embeddings`).
 """
@@ -26,6 +27,7 @@ from jax.extend.core.primitives import squeeze_p
 
 from perex_t5x.per_example.engine import jaxprs, primitives
 from perex_t5x.per_example.engine.rewrites.embeddings import after_scatters, one_hot_products
+from perex_t5x.per_example.engine.rewrites.extraction import gradients_out_of_branches, gradients_out_of_scans
 from perex_t5x.per_example.engine.rewrites.products import (
     paddings,
     selections_of_products,
@@ -33,7 +35,7 @@ from perex_t5x.per_example.engine.rewrites.products import (
     transposes,
     unit_contractions,
 )
-from perex_t5x.per_example.engine.rewrites.scans import accumulations, opened_remats, operations_into_bodies
+from perex_t5x.per_example.engine.rewrites.scans import opened_remats, operations_into_bodies
 from perex_t5x.per_example.engine.rewrites.tools import Rule, rewritten, tails_of
 from perex_t5x.per_example.engine.rewrites.unit_axes import without_unit_axes
 
@@ -54,7 +56,8 @@ def rewrite(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable
         (_equal_cases, {"select_n"}),
         (operations_into_bodies, {"scan", *primitives.REMAT}),
         (opened_remats, primitives.REMAT),
-        (accumulations, {"scan"}),
+        (gradients_out_of_branches, {"cond"}),
+        (gradients_out_of_scans, {"scan"}),
         (paddings, {"pad"}),
         (transposes, {"transpose"}),
         (splits, {"split"}),

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend import core
 
-from perex_t5x.per_example.engine import jaxprs, primitives
+from perex_t5x.per_example.engine import jaxprs, plan, primitives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,3 +83,17 @@ def tails_of(jaxpr: core.Jaxpr, wanted: tuple[int, ...]) -> Set[core.Var]:
         if eqn.primitive.name in through:
             todo.extend(eqn.invars)
     return tails
+
+
+def used_further(jaxpr: core.Jaxpr) -> Callable[[core.Var], bool]:
+    """Whether a gradient is used for more than to be moved, cast or put beside others: no walk back gets past that."""
+    users = {v: eqn for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, core.Var)}
+    uses = jaxprs.use_counts(jaxpr)
+
+    def goes_on(v: core.Var) -> bool:
+        while uses.get(v, 0) == 1 and v in users and (plan.is_permutation(users[v]) or plan.is_unary(users[v])):
+            v = users[v].outvars[0]
+        is_part = v in users and users[v].primitive.name in ("pad", "concatenate", "dynamic_update_slice")
+        return uses.get(v, 0) > 1 or (v in users and not is_part)
+
+    return goes_on
