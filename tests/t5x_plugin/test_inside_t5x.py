@@ -82,6 +82,14 @@ def test_twenty_steps_equal_t5xs_own(architecture, optimizer):
     }
 
 
+def test_scanned_layers():
+    adamw = t5x_plugin.PerExampleOptimizer(optax.adamw)
+    model = small_t5x.scalable_model(adamw, **NORMALIZED)
+    own = small_t5x.make_trainer(t5x_plugin.PerExampleTrainer, model, monitor=True)
+    other = small_t5x.make_trainer(t5x.trainer.Trainer, model)
+    assert_same_metrics(small_t5x.train(own, 2), small_t5x.train(other, 2))
+
+
 @pytest.mark.parametrize(
     "factor", [None, 37, "NUM_REAL_TARGET_TOKENS", "NUM_TOTAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE"]
 )
