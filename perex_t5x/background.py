@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import queue
+import signal
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from absl import logging
 
@@ -103,6 +105,35 @@ class BackgroundWriter:
                 self._error, wait = e, None
             if jobs and jobs[-1] is None:
                 return
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C and signals like it are heard at the end, a second one at once.
+
+    For libraries whose threads would go on writing, into a folder that is being removed by then.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    former = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
+    heard: list[int] = []
+
+    def later(number: int, frame: Any) -> None:
+        heard.append(number)
+        if len(heard) > 1:
+            former[number](number, frame)
+
+    for number in former:
+        signal.signal(number, later)
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    if heard:
+        former[heard[0]](heard[0], None)
 
 
 def retried(write: Callable[[], _T], what: str, pauses: tuple[float, ...] = _PAUSES) -> _T:

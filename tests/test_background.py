@@ -1,11 +1,12 @@
 """A thread that writes: in order, nothing dropped, errors where the caller sees them."""
 
+import signal
 import threading
 import time
 
 import pytest
 
-from perex_t5x.background import BackgroundWriter, retried
+from perex_t5x.background import BackgroundWriter, retried, uninterrupted
 
 
 def test_the_caller_waits_only_for_a_full_queue():
@@ -74,3 +75,18 @@ def test_only_what_passes_is_tried_again():
     with pytest.raises(PermissionError):
         retried(fails(PermissionError(13, "no"), 9), "writing", (0.0, 0.0))
     assert len(tries) == 1
+
+
+def test_an_interruption_waits_for_what_is_being_written():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("written")
+            with pytest.raises(KeyboardInterrupt):  # the second one does not wait
+                signal.raise_signal(signal.SIGINT)
+    assert done == ["written"]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with uninterrupted():
+        pass

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from perex_t5x import files
+from perex_t5x import background, files
 from perex_t5x.checkpoint_files import DamagedError, legacy_file
 from perex_t5x.checkpoint_formats import leaves as leaves_lib
 from perex_t5x.checkpoint_formats.leaves import Contents, Leaf
@@ -164,8 +164,9 @@ def write(folder: str, leaves: Iterable[Leaf], empty: Mapping[str, Any]) -> None
             },
         }
         here = spec | {"kvstore": {"driver": "file", "path": f"{folder}/{inside}"}}
-        store = ts.open(here, create=True, open=True).result()
-        store.write(leaf.read()).result()
+        with background.uninterrupted():
+            store = ts.open(here, create=True, open=True).result()
+            store.write(leaf.read()).result()
         tree[leaf.name] = spec
     nested = traverse_util.unflatten_dict(tree, sep="/")
     content = serialization.msgpack_serialize({"version": VERSION, "optimizer": nested})

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from perex_t5x import checksums, files
+from perex_t5x import background, checksums, files
 from perex_t5x.checkpoint_files import RECORDED
 from perex_t5x.checkpoint_formats import leaves as leaves_lib
 from perex_t5x.checkpoint_formats.leaves import Contents, Leaf
@@ -68,7 +68,8 @@ def write(folder: str, leaves: Iterable[Leaf], empty: Mapping[str, Any]) -> None
     state = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=state)) as checkpointer:
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(tree))
-        checkpointer.save(os.path.abspath(folder), args=args, custom_metadata=RECORDED)
+        with background.uninterrupted():
+            checkpointer.save(os.path.abspath(folder), args=args, custom_metadata=RECORDED)
     with open(os.path.join(folder, "commit_success.txt"), "w", encoding="utf-8"):
         pass  # what a checkpoint in a bucket is known by
     checksums.write(folder)

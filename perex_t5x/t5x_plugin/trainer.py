@@ -161,7 +161,8 @@ class PerExampleTrainer(t5x.trainer.Trainer):
     def _used_rate(self, rate: jax.Array, new_state: Any) -> jax.Array | None:
         """The schedule's, or what an optimizer with a rate of its own says it is; None where it says nothing."""
         optimizer_def = self._model.optimizer_def
-        if isinstance(optimizer_def, PerExampleOptimizer) and not optimizer_def.uses_rate:
+        # T5X's wrapper of optax ignores the schedule's.
+        if isinstance(optimizer_def, OptaxWrapper) or not getattr(optimizer_def, "uses_rate", True):
             return rate_of_built(new_state.param_states)
         return rate
 

@@ -1,5 +1,7 @@
 """No intermediate of the engine's program is larger than the largest of the plain gradient's; vmap's are."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -70,3 +72,24 @@ def test_coverage_names_the_forms():
     assert "materialised" not in {row.reduction for row in rows.values()}
     text = str(per_example.coverage(loss, params, batch))
     assert text.splitlines()[0].split() == ["parameter", "shape", "reduction", "exact", "transient", "bytes", "note"]
+
+
+def test_parameters_that_are_constrained_to_a_sharding_are_reduced_as_others():
+    """As Flax's models under logical axis rules have them: the last equation of each gradient is a constraint."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
+
+    def loss(p, b, constrained=True):
+        if constrained:
+            p = jax.tree.map(lambda w: jax.lax.with_sharding_constraint(w, sharding), p)
+        x = [jax.nn.one_hot(b[name], len(p["table"])) @ p["table"] for name in ("inputs", "targets")]
+        return jnp.sum(jnp.tanh((x[0] + x[1]) @ p["w"]) ** 2)
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {"table": jax.random.normal(keys[0], (192, 16)), "w": jax.random.normal(keys[1], (16, 64))}
+    batch = {name: jax.random.randint(keys[k], (8, 5), 0, 192) for k, name in ((2, "inputs"), (3, "targets"))}
+    plain = functools.partial(loss, constrained=False)
+    found = [{row.parameter: row.reduction for row in per_example.coverage(f, params, batch)} for f in (loss, plain)]
+    assert found[0] == found[1] == {"table": "sparse", "w": found[1]["w"]} and found[1]["w"] != "materialised"
+    results = [jax.jit(per_example.grad_statistics(f))(params, batch)[0].averages for f in (loss, plain)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)

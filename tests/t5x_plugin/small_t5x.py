@@ -10,6 +10,7 @@ import numpy as np
 import seqio
 from t5x import models, partitioning, utils
 from t5x.examples.decoder_only import network as decoder_only
+from t5x.examples.scalable_t5 import network as scalable_t5
 from t5x.examples.t5 import network as t5
 
 VOCABULARY = seqio.ByteVocabulary()
@@ -25,6 +26,13 @@ def decoder_only_model(optimizer_def: Any, dropout_rate: float = 0.0, **options:
 def encoder_decoder_model(optimizer_def: Any, dropout_rate: float = 0.0, **options: Any) -> models.EncoderDecoderModel:
     config = t5.T5Config(num_encoder_layers=1, num_decoder_layers=1, dropout_rate=dropout_rate, **SIZES)
     return models.EncoderDecoderModel(t5.Transformer(config), VOCABULARY, VOCABULARY, optimizer_def, **options)
+
+
+def scalable_model(optimizer_def: Any, **options: Any) -> models.EncoderDecoderModel:
+    """Its layers are scanned and rematerialised."""
+    layers = {"num_encoder_layers": 2, "num_decoder_layers": 2, "dropout_rate": 0.0, "remat_policy": "minimal"}
+    module = scalable_t5.Transformer(scalable_t5.T5Config(**layers, **SIZES))
+    return models.EncoderDecoderModel(module, VOCABULARY, VOCABULARY, optimizer_def, **options)
 
 
 MODELS = {"decoder_only": decoder_only_model, "encoder_decoder": encoder_decoder_model}

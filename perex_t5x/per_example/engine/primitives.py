@@ -65,6 +65,9 @@ CROSS_DEVICE_SUMS = {"psum", "psum_invariant", "reduce_scatter"}
 # Name a mesh axis but move nothing between devices.
 LOCAL_TO_DEVICE = {"axis_index", "pvary", "pcast"}
 
+# Say on which devices a value lies, and change nothing of it.
+CONSTRAINTS = {"sharding_constraint"}
+
 # --- rewrites ---------------------------------------------------------------------------------------------------------
 
 # Elementwise operations with a scalar, or with a value that examples share, that can move into the loop or remat region

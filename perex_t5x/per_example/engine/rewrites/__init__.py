@@ -3,6 +3,7 @@
 Every rewrite keeps the program's results. It only exposes what the walk back of `engine.plan` can follow, or spares the
 compiler a shape it handles badly:
 
+- A constraint on where a gradient lies is left out.
 - A sum over axes of size one drops them; values lose such axes where nothing else depends on it (`unit_axes`).
 - A `cond` whose predicate depends on the example becomes both branches and a selection.
 - A selection between a value and itself is that value.
@@ -51,6 +52,7 @@ def rewrite(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable
     wanted = tuple(wanted)
     # First what may hide a producer from the others, then loops, whose bodies become producers, then the producers.
     for one, about in (
+        (_constraints, primitives.CONSTRAINTS),
         (_sums_of_one, {"reduce_sum"}),
         (_selections, {"cond"}),
         (_equal_cases, {"select_n"}),
@@ -71,6 +73,24 @@ def rewrite(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: Iterable
             program = one(program, batched, wanted)
     # Not the gradients' own tails: reductions recognise them by their shapes.
     return without_unit_axes(program, tails_of(program.jaxpr, wanted))
+
+
+# --- constraints ------------------------------------------------------------------------------------------------------
+
+
+def _constraints(program: core.ClosedJaxpr, batched: Sequence[bool], wanted: tuple[int, ...]) -> core.ClosedJaxpr:
+    """Where a gradient lies is not what it is, and sums over examples have shardings of their own.
+
+    Flax models under logical axis rules, T5X's among them, constrain every parameter where they use it, and thereby its
+    cotangent: the last equation of each gradient.
+    """
+    del batched
+    tails = tails_of(program.jaxpr, wanted)
+    rules = {}
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name in primitives.CONSTRAINTS and eqn.outvars[0] in tails:
+            rules[id(eqn)] = Rule(functools.partial(_itself, eqn.invars[0]), eqn.invars[:1])
+    return rewritten(program, rules)
 
 
 # --- sums that add nothing --------------------------------------------------------------------------------------------

@@ -71,7 +71,8 @@ def rewritten(program: core.ClosedJaxpr, rules: Mapping[int, Rule | Sequence[cor
 def tails_of(jaxpr: core.Jaxpr, wanted: tuple[int, ...]) -> Set[core.Var]:
     """Everything between the wanted results and where their walk back ends, ends included."""
     sources, uses = jaxprs.source_of(jaxpr), jaxprs.use_counts(jaxpr)
-    through = primitives.PERMUTATIONS | primitives.CHEAP | primitives.CROSS_DEVICE_SUMS | {"split", "shard_map"}
+    through = primitives.PERMUTATIONS | primitives.CHEAP | primitives.CROSS_DEVICE_SUMS | primitives.CONSTRAINTS
+    through |= {"split", "shard_map"}
     tails: set[core.Var] = set()
     todo = [jaxpr.outvars[i] for i in wanted]
     while todo:
