@@ -306,8 +306,8 @@ def define_flags() -> None:
         "params_only", False, "convert: leave out the optimizer's state and whatever else is no parameter."
     )
     flags.DEFINE_string("config_gin", None, "convert: the run's Gin file, for config.json. Default: the one beside it.")
-    flags.DEFINE_multi_string("set", [], "convert: NAME=VALUE of T5Config, for config.json.")
-    flags.DEFINE_multi_string("ignore", [], "convert: a setting of config.json that may differ from ours.")
+    flags.DEFINE_multi_string("set", [], "convert: NAME=VALUE of T5Config, for config.json")
+    flags.DEFINE_multi_string("ignore", [], "convert: a setting of config.json that may differ from ours")
     flags.DEFINE_string("max_shard_size", "5GB", "convert: above it, a model gets several safetensors files.")
 
 

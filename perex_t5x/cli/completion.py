@@ -248,7 +248,7 @@ def main() -> None:
         if words[:1] in (["--help"], ["-h"], ["help"]):
             print(__doc__)
             return
-        said = f"{words[0]!r} is no shell it knows.{did_you_mean(words[0], SHELLS)} " if words else ""
+        said = f"{words[0]!r} is not a known shell.{did_you_mean(words[0], SHELLS)} " if words else ""
         print(f"ERROR: {said}Write perex completion {'|'.join(SHELLS)}.", file=sys.stderr)
         sys.exit(ConfigError.reason.exit_code)
     print(script(words[0]), end="")
