@@ -114,7 +114,7 @@ _OPTIMIZER_ARGUMENTS = ("optimizer_def", "transformations", "traversals_and_opti
 def _leave_to_the_schedule(bound: dict[str, Any], name: str) -> None:
     """In one binding, and in the macro that it may refer to."""
     config, value, seen = gin.config._CONFIG, bound[name], 0
-    while isinstance(value, gin.config.ConfigurableReference) and value.configurable.wrapped is gin.config.macro:
+    while isinstance(value, gin.config.ConfigurableReference) and _is_macro(value):
         name, bound = "value", config.get(value.config_key, {})
         value, seen = bound.get(name), seen + 1
         if seen > len(config):
@@ -123,11 +123,15 @@ def _leave_to_the_schedule(bound: dict[str, Any], name: str) -> None:
         bound[name] = _left_to_the_schedule(value)
 
 
+def _is_macro(reference: Any) -> bool:
+    return reference.configurable.wrapped is gin.config.macro
+
+
 def _left_to_the_schedule(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_left_to_the_schedule(item) for item in value)
     if isinstance(value, gin.config.ConfigurableReference):
-        if value.configurable.wrapped is gin.config.macro:
+        if _is_macro(value):
             bound = gin.config._CONFIG.get(value.config_key, {})
             if "value" in bound:
                 _leave_to_the_schedule(bound, "value")

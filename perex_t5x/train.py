@@ -232,7 +232,7 @@ class Training:
                 f"there is nothing to train. Set TRAIN_STEPS above {self._first_step}, or TRAIN_STEPS_RELATIVE to the "
                 "number of further steps."
             )
-        self._saved_run = checkpoints.read_run(self.source) if own and not args.dry_run else {}
+        self._saved_run = checkpoints.read_run(self.source) if self.source and own and not args.dry_run else {}
         self.last_step = self._stops_at()
 
     def _stops_at(self) -> int:
@@ -247,16 +247,16 @@ class Training:
         """Starts compiling; `compiler` has one thread, which takes one program after the other."""
         setup = self.setup
         parts = (setup.shapes, setup.shardings, setup.spec)
-        step = compiler.submit(timed, lambda: self._compiled_step(*parts))
+        step = compiler.submit(timed, self._compiled_step)
         evaluators = self.make_evaluators(compiler)
         return Programs(setup.init, step, compiler.submit(setup.trainer.compiled_monitor, *parts), evaluators)
 
-    def _compiled_step(self, *parts: Any) -> Any:
-        trainer = self.setup.trainer
+    def _compiled_step(self) -> Any:
+        setup = self.setup
+        trainer, observe = setup.trainer, {}
         if self._args.dump_hlo and distributed.is_writer():
-            compiled = trainer.compiled_step(*parts, functools.partial(profiling.write_program, self.model_dir))
-        else:
-            compiled = trainer.compiled_step(*parts)
+            observe = {"observe": functools.partial(profiling.write_program, self.model_dir)}
+        compiled = trainer.compiled_step(setup.shapes, setup.shardings, setup.spec, **observe)
         if trainer.remat_choice is not None:
             for line in (f"remat_policy = 'auto': {line}" for line in trainer.remat_choice.lines()):
                 logging.info("%s", line)
@@ -296,12 +296,12 @@ class Training:
     def make_feed(self) -> Feed:
         """The training batches, at the position at which the run starts."""
         converter = protocol.feature_converter_cls(self.trainer.model)
-        feed = make_feed(self._args.train_dataset_cfg, converter, saved_position=self._saved_run.get("data"))
+        feed: Feed = make_feed(self._args.train_dataset_cfg, converter, saved_position=self._saved_run.get("data"))
         position = self._saved_run.get("data", {})
         if left_out := [*position.get("skipped", ()), *self._left_out]:
             feed = SkippingFeed(feed, left_out, position.get("step", 0))
         logging.info("%s", feed.description)
-        if self._is_resumed:
+        if self._is_resumed and self.source is not None:
             feed.restore(checkpoints.data_dir(self.source))
         return feed
 
@@ -312,7 +312,7 @@ class Training:
         if rules.then == "stop" or rollbacks > rules.rollbacks or newest is None:
             raise error
         logging.warning("%s. Rolled back to %s, %d of %d times.", error.finding, newest, rollbacks, rules.rollbacks)
-        return to_leave_out(feed, error.first_step, error.step, checkpoints.step_of(newest))
+        return to_leave_out(feed, error.first_step, error.step, checkpoints.step_of(newest) or 0)
 
     def run(
         self, programs: Programs, feed: Feed, *, saves_in_background: bool = True, **options: Any

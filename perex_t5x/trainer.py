@@ -220,6 +220,7 @@ class Trainer:
 
     def monitor_step(self, state: TrainState, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
         """What the monitor sees of the step that `train_step` would make: its new averages, and values to log."""
+        assert self.monitor is not None
         gradient = gradient_with_statistics(
             self.model,
             state,
@@ -234,9 +235,10 @@ class Trainer:
 
     def eval_step(self, params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Teacher-forced loss and metric sums, without dropout."""
-        if hasattr(self.model, "eval_fn"):
-            return self.model.eval_fn(params, batch)
-        return self.model.loss_fn(params, batch, None, self.model.loss_normalizer(batch))
+        model: Any = self.model
+        if hasattr(model, "eval_fn"):
+            return model.eval_fn(params, batch)
+        return model.loss_fn(params, batch, None, self.model.loss_normalizer(batch))
 
     # --- the state and its shardings ----------------------------------------------------------------------------------
 
@@ -334,9 +336,10 @@ class Trainer:
 
     def remat_choices(self) -> dict[str, Trainer]:
         """Policy -> a trainer like this one with it, in the model's order; empty where there is nothing to choose."""
-        if self.partitioner.mesh.devices.flat[0].platform != "tpu" or not hasattr(self.model, "remat_choices"):
+        choices = getattr(self.model, "remat_choices", None)
+        if choices is None or self.partitioner.mesh.devices.flat[0].platform != "tpu":
             return {}
-        return {policy: self.replace(model=model) for policy, model in self.model.remat_choices().items()}
+        return {policy: self.replace(model=model) for policy, model in choices().items()}
 
     def lowered_step(
         self, shapes: TrainState, shardings: TrainState, batch_spec: Mapping[str, Any], rate_is_argument: bool = False
