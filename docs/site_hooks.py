@@ -88,7 +88,7 @@ def flags_of_all_commands() -> str:
         ]
         if flags:
             rows = [f"| `--{f['name']}` | {html.escape(f['summary']).replace('|', '&#124;')} |" for f in flags]
-            parts.append("\n".join(["| flag | |", "|---|---|", *rows]))
+            parts.append("\n".join(['<div class="flags" markdown>\n', "| flag | |", "|---|---|", *rows, "\n</div>"]))
     return "\n\n".join(parts)
 
 

@@ -53,9 +53,9 @@ class BaseAction(abc.ABC):
         return False
 
 
-def _value(task: str, metric: str, metrics_by_task: Metrics, action: str) -> float | None:
+def _value(task: str | None, metric: str, metrics_by_task: Metrics, action: str) -> float | None:
     """Of a metric; None, and a warning, if there is no such number."""
-    known = metrics_by_task.get(task, {})
+    known = metrics_by_task.get(task or "", {})
     if metric in known:
         return float(known[metric])
     where = f"{task!r} has {', '.join(map(repr, known))}" if known else f"there is no task {task!r}"
@@ -158,16 +158,16 @@ class Actions:
                     f"train.actions: {key!r} is none of {', '.join(ActionMode.__members__)}."
                     f"{did_you_mean(name, ActionMode.__members__)}"
                 )
-            several = several if isinstance(several, list | tuple) else [several]
-            if wrong := [action for action in several if not isinstance(action, BaseAction)]:
+            listed: list[Any] = list(several) if isinstance(several, list | tuple) else [several]
+            if wrong := [action for action in listed if not isinstance(action, BaseAction)]:
                 raise ConfigError(
                     f"train.actions[{name!r}]: {wrong[0]!r} is no action. Give a list, such as "
                     "[@trainer.TerminateOnNanAction()]."
                 )
             mode = ActionMode[name]
-            for action in several if tasks is not None else ():
-                _check_task(action, mode, [TRAIN] if mode is ActionMode.TRAIN else tasks.get(mode, ()))
-            self._by_mode[mode] = copy.deepcopy(list(several))
+            for action in listed if tasks is not None else ():
+                _check_task(action, mode, [TRAIN] if mode is ActionMode.TRAIN else (tasks or {}).get(mode, ()))
+            self._by_mode[mode] = copy.deepcopy(listed)
 
     def __contains__(self, mode: ActionMode) -> bool:
         return bool(self._by_mode.get(mode))

@@ -97,7 +97,10 @@ def _named(folder: str) -> list[str]:
     root = files.as_path(absolute(folder))
     if not root.is_dir():
         return []
-    return sorted((os.fspath(p).rstrip("/") for p in root.iterdir() if step_of(p.name) is not None), key=step_of)
+    return sorted(
+        (os.fspath(p).rstrip("/") for p in root.iterdir() if step_of(p.name) is not None),
+        key=lambda path: step_of(path) or 0,
+    )
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -168,10 +171,10 @@ def _without_checksums(path: str, own: bool) -> list[str]:
             return [f"{checksums.FILE} is missing"]
         if own and "data" not in read_run(path):
             return ["run/metadata, with the position in the data, is missing"]
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return [f"{_METADATA} cannot be read"]
     except DamagedError as e:
         return [str(e)]
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return [f"{_METADATA} cannot be read"]
     logging.info("%s was written without checksums: whether it is damaged is not known", path)
     return []
 
@@ -207,12 +210,12 @@ def newest_valid(model_dir: str, *, dry_run: bool = False) -> str | None:
     To be called by one process, which holds the run's folder.
     """
     damaged: list[str] = []
-    last = None
+    last = 0
     for path in reversed(_named(model_dir)):
         _refuse_foreign(path)
         if not (is_whole(path) or _is_marked(path)):
             continue
-        last = step_of(path) if last is None else last
+        last = last or step_of(path) or 0
         found = damage(path, own=True)
         if not found:
             break
@@ -252,9 +255,9 @@ def tidy(model_dir: str, *, prunes: bool = False) -> None:
       prunes: whether the run removes old checkpoints; a killed one may have left one half-removed.
     """
     root = files.as_path(absolute(model_dir))
-    last = newest(model_dir) if prunes else None
-    for path in _named(model_dir) if last else ():
-        if step_of(path) < step_of(last) and damage(path, contents=False):
+    last = (step_of(newest(model_dir) or "") or 0) if prunes else 0
+    for path in _named(model_dir):
+        if (step_of(path) or 0) < last and damage(path, contents=False):
             logging.info("removing the rest of %s, which is older than the newest", path)
             _remove(files.as_path(path))
     for path in list(root.iterdir()) if root.is_dir() else ():
@@ -306,8 +309,8 @@ def define_flags() -> None:
         "params_only", False, "convert: leave out the optimizer's state and whatever else is no parameter."
     )
     flags.DEFINE_string("config_gin", None, "convert: the run's Gin file, for config.json. Default: the one beside it.")
-    flags.DEFINE_multi_string("set", [], "convert: NAME=VALUE of T5Config, for config.json.")
-    flags.DEFINE_multi_string("ignore", [], "convert: a setting of config.json that may differ from ours.")
+    flags.DEFINE_multi_string("set", [], "convert: NAME=VALUE of T5Config, for config.json")
+    flags.DEFINE_multi_string("ignore", [], "convert: a setting of config.json that may differ from ours")
     flags.DEFINE_string("max_shard_size", "5GB", "convert: above it, a model gets several safetensors files.")
 
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 if __name__ == "__main__":
     from perex_t5x import cli
 
-    names = {"main": "perex_t5x.checkpoint_files.command", "flags": "perex_t5x.checkpoint_files.define_flags"}
-    cli.run(usage=__doc__, positional=True, **names)
+    command = "perex_t5x.checkpoint_files.command"
+    cli.run(command, __doc__, flags="perex_t5x.checkpoint_files.define_flags", positional=True)
 
 import contextlib
 import dataclasses
@@ -85,7 +85,7 @@ def data_dir(path: str) -> str:
     return os.path.join(path, "data")
 
 
-def checkpoint_paths(path: str, mode: str) -> list[str]:
+def checkpoint_paths(path: Any, mode: str) -> list[str]:
     """Checkpoints that `path` names under a restore mode, oldest first. Raises `ConfigError` where there are none."""
     buckets.check(path, "RestoreCheckpointConfig.path", writes=False)
     binding = f"RestoreCheckpointConfig.path = {path!r}"
@@ -205,7 +205,8 @@ class Saved:
     @classmethod
     def of(cls, path: str, wanted: Mapping[str, Any]) -> Saved:
         contents = hugging_face.in_t5x_names(open_checkpoint(path))
-        leaves, made_of = dict(contents.leaves), {name: (name,) for name in contents.leaves}
+        leaves = dict(contents.leaves)
+        made_of: dict[str, tuple[str, ...]] = {name: (name,) for name in leaves}
         layout, present = layers.layout_of(wanted), layers.layout_of(contents.leaves)
         if layout is None or present is None:
             return cls(leaves, made_of, frozenset(contents.leaves), contents.format)

@@ -160,6 +160,7 @@ class TrainEvaluator:
     ) -> dict[str, dict[str, float]]:
         """Returns {'training_eval/<task>': metrics}."""
         del step
+        assert self._compiled is not None, "`compile` comes first"
         eval_step = self._compiled.result()
         results: dict[str, dict[str, float]] = {}
         for name in self.feeds:
@@ -207,6 +208,7 @@ class InferenceEvaluator:
         tasks = check_inference(partitioner, model, config, "infer_eval/utils.DatasetConfig")
         if distributed.is_writer():
             epath.Path(log_dir).mkdir(parents=True, exist_ok=True)  # not every logger of SeqIO makes it
+        loggers: dict[str, Any] = {} if distributed.is_writer() else {"logger_cls": ()}
         try:
             self._evaluator = (evaluator_cls or seqio.Evaluator)(
                 mixture_or_task_name=config.mixture_or_task_name,
@@ -216,7 +218,7 @@ class InferenceEvaluator:
                 seed=config.seed,
                 sequence_length=config.task_feature_lengths,
                 log_dir=log_dir,
-                **({} if distributed.is_writer() else {"logger_cls": ()}),
+                **loggers,
             )
         except (tf.errors.OpError, OSError):
             raise  # of what the examples are read from
@@ -256,9 +258,8 @@ class InferenceEvaluator:
         def score(dataset: Any) -> list[tuple[int, float]]:
             return [(i, float(s)) for i, s in self._score(params, examples(dataset))]
 
-        metrics, _ = self._evaluator.evaluate(
-            compute_metrics=True, step=step, predict_fn=predict, score_fn=score, predict_with_aux_fn=predict_with_aux
-        )
+        functions: dict[str, Any] = {"predict_fn": predict, "score_fn": score, "predict_with_aux_fn": predict_with_aux}
+        metrics, _ = self._evaluator.evaluate(compute_metrics=True, step=step, **functions)
         return {
             f"inference_eval/{task}": {name: float(getattr(v, "value", v)) for name, v in values.items()}
             for task, values in metrics.result().items()

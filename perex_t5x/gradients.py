@@ -201,10 +201,11 @@ def gradient_with_statistics(
         EVERYWHERE,
         EVERYWHERE,
         like_params,
-        GradStatistics(averages, *counts, group_size=options.group_size, group_noise=EVERYWHERE),
+        GradStatistics(averages, *counts, group_size=options.group_size, group_noise=EVERYWHERE),  # pyright: ignore[reportArgumentType] (specs)
         PartitionSpec(data_axes) if has_norms else None,
     )
     gradient = _on_devices(on_device, model, state, batch, shardings, out_specs, dict(operands or {}))
+    assert gradient.statistics is not None
     averages = {name: shardings.constrain(tree) for name, tree in gradient.statistics.averages.items()}
     computed = dataclasses.replace(gradient.statistics, averages=averages, sensitivity=sensitivity[-1])
     # Counts that do not depend on the data are constants again, which `shard_map` had turned into traced values:

@@ -225,7 +225,7 @@ def _check_output_feature(task: Any, name: str) -> None:
 
 
 def _output(task: Any, plan: Mapping[str, str], output_dir: str, mode: str, *part: Any) -> Output:
-    return Output(output_dir, task.name, mode, *part, plan)
+    return Output(output_dir, task.name, mode, *part, plan)  # pyright: ignore[reportCallIssue] (two are in `part`)
 
 
 def _examples(

@@ -52,8 +52,9 @@ def restore_params(
     is_missing = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
     if fallback and any(map(is_missing, jax.tree.leaves(params))):
         inputs = _input_shapes(model, dataset_cfg)
+        seed: Any = fallback_init_rng
         initial = jax.jit(
-            lambda: nn.meta.unbox(model.get_initial_variables(jax.random.key(fallback_init_rng), inputs)["params"]),
+            lambda: nn.meta.unbox(model.get_initial_variables(jax.random.key(seed), inputs)["params"]),
             out_shardings=shardings.params,
         )()
         params = jax.tree.map(lambda x, fresh: fresh if is_missing(x) else x, params, initial)
@@ -65,8 +66,9 @@ def _with_fallback(config: RestoreCheckpointConfig, fallback_init_rng: int | Non
 
 
 def _input_shapes(model: Model, dataset_cfg: DatasetConfig) -> dict[str, tuple[int, ...]]:
-    if hasattr(model, "REQUIRED_FEATURES"):  # parameters do not depend on lengths, which may be left open
-        return {name: (1, 8) for name in model.REQUIRED_FEATURES}
+    required = getattr(model, "REQUIRED_FEATURES", None)
+    if required is not None:  # parameters do not depend on lengths, which may be left open
+        return {name: (1, 8) for name in required}
     return {name: spec.shape for name, spec in batch_spec(dataset_cfg, feature_converter_cls(model)).items()}
 
 

@@ -44,7 +44,8 @@ class Evaluator(Protocol):
       folders: those that `evaluate` returns metrics of.
     """
 
-    folders: Sequence[str]
+    @property
+    def folders(self) -> Sequence[str]: ...
 
     def compile(self, executor: Executor, params_shapes: Any, params_shardings: Any) -> None: ...
     def evaluate(
@@ -259,7 +260,8 @@ class Loop:
 
     def _measure(self, step: int, state: TrainState, batch: Any) -> tuple[Any, Any] | None:
         """The monitor's averages and values at its steps; None between."""
-        if self._monitor_fn is None or not self._trainer.monitor.is_due(step):
+        monitor = self._trainer.monitor
+        if self._monitor_fn is None or monitor is None or not monitor.is_due(step):
             return None
         return self._monitor_fn(state, batch)
 

@@ -174,7 +174,8 @@ class _Lines:
             self._part, self._begun = self._new_part(self._waiting[0][0]), time.monotonic()
         self._text += "".join(line for _, line in self._waiting)
         self._waiting = []
-        retried(lambda: files.write_atomically(self._part, self._text), f"writing {self._part}")
+        part = self._part
+        retried(lambda: files.write_atomically(part, self._text), f"writing {part}")
         self._uploaded = time.monotonic()
         if len(self._text) > self.most_bytes or self._uploaded - self._begun > self.most_seconds:
             self._part, self._text = None, ""

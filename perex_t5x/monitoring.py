@@ -113,8 +113,9 @@ class Monitor:
                 )
             return {NORM_LAYERS: norm_layers}
         groups: dict[str, list[str]] = {ALL: names}
+        group_of = self._groups or (lambda name: ALL)
         for name in names if self._groups is not None else ():
-            group = self._groups(name)
+            group = group_of(name)
             if not isinstance(group, str) or not group or group in (ALL, NORM_LAYERS):
                 raise ConfigError(
                     f"Monitor.groups gives {group!r} for {name!r}: give a name other than {ALL!r} and {NORM_LAYERS!r}."
@@ -134,6 +135,7 @@ class Monitor:
           gradient: has statistics of the parameters that `parameters` selects, and where `norms` asks for them the norms.
         """
         statistics = gradient.statistics
+        assert statistics is not None
         groups = self.groups_of(statistics.mean)
         sums = _sums(statistics, groups)
         state = self._averaged(state, sums)
@@ -194,7 +196,7 @@ def _sums(statistics: GradStatistics, groups: dict[str, list[str]]) -> State:
             keystr(path, simple=True, separator="/"): jnp.sum(x)
             for path, x in jax.tree_util.tree_leaves_with_path(tree)
         }
-        return {group: sum(sums[name] for name in names).astype(jnp.float32) for group, names in groups.items()}
+        return {group: jnp.asarray(sum(sums[name] for name in names), jnp.float32) for group, names in groups.items()}
 
     return {"trace": by_group(statistics.raw_variance()), "square": by_group(statistics.squared_mean())}
 

@@ -75,7 +75,7 @@ def signal_and_noise(noise_scale: float | None, batch_size: int) -> str:
 
     >>> print(signal_and_noise(400.0, 16))
     <BLANKLINE>
-    SNR 0.05: in one example's gradient, what all examples have in common is 0.05 times as long as what is its own (noise).
+    SNR 0.05: in one example's gradient the signal, which all examples share, is 0.05 times as long as the noise.
     Noise scale 400: a batch of that many examples has as much signal as noise. With 16 the noise is 5 times the signal.
     <BLANKLINE>
     """
@@ -89,7 +89,7 @@ def signal_and_noise(noise_scale: float | None, batch_size: int) -> str:
     )
     snr = f"{noise_scale**-0.5:.2g}"
     return f"""
-SNR {snr}: in one example's gradient, what all examples have in common is {snr} times as long as what is its own (noise).
+SNR {snr}: in one example's gradient the signal, which all examples share, is {snr} times as long as the noise.
 Noise scale {noise_scale:.3g}: a batch of that many examples has as much signal as noise. With {batch_size} {which}.
 """
 

@@ -231,7 +231,7 @@ def write_model_info(model_dir: str, boxed_params: Any, shardings: Any, further:
     lines = []
     for leaf, (path, sharding) in zip(params, jax.tree_util.tree_leaves_with_path(shardings), strict=True):
         names = leaf.names if isinstance(leaf, nn.LogicallyPartitioned) else ()
-        value = getattr(leaf, "value", leaf)
+        value: Any = getattr(leaf, "value", leaf)
         name, size = keystr(path, simple=True, separator="/"), math.prod(value.shape)
         lines.append(f"{name:<64} {size:>14,}  {tuple(value.shape)!s:<24} {tuple(names)!s:<28} {sharding.spec}")
     path = os.path.join(model_dir, "model-info.txt")

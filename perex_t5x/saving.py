@@ -231,12 +231,12 @@ class Checkpointer:
     def _is_time(self, step: int) -> bool:
         if self._error is not None:
             return time.monotonic() >= self._retry_at
-        if self._config.period_minutes is None:
+        minutes = None if self._config is None else self._config.period_minutes
+        if minutes is None:
             return False
         several = jax.process_count() > 1
         if several and step % _AGREED_STEPS:
             return False
-        minutes = self._config.period_minutes
         return distributed.from_process_0("time to save", lambda: time.monotonic() - self._saved_at >= 60 * minutes)
 
     # --- what is kept -------------------------------------------------------------------------------------------------
@@ -275,7 +275,8 @@ class Checkpointer:
         self._saved_at = time.monotonic()
         tree = state.state_dict()
         if self._config is not None and self._config.dtype is not None:
-            tree["target"] = jax.tree.map(lambda x: _cast(x, np.dtype(self._config.dtype)), tree["target"])
+            dtype = np.dtype(self._config.dtype)
+            tree["target"] = jax.tree.map(lambda x: _cast(x, dtype), tree["target"])
         for transformation in self._config.state_transformation_fns if self._config else ():
             tree = _transformed(transformation, tree)
         items = {"state": ocp.args.PyTreeSave(tree), "run": ocp.args.JsonSave(dict(run))}
@@ -337,14 +338,14 @@ class Checkpointer:
 
     def wait_to_retry(self) -> None:
         """Waits before the last save of a run is tried again; raises its error if that was done often enough."""
-        if self._last_tries >= len(_LAST_WAITS):
+        if self._last_tries >= len(_LAST_WAITS) and self._error is not None:
             raise self._error
         time.sleep(_LAST_WAITS[self._last_tries])
         self._last_tries += 1
 
     def wait(self) -> None:
         """Blocks until everything is on disk; raises if the newest save is not."""
-        if not self.settle():
+        if not self.settle() and self._error is not None:
             raise self._error
 
     def close(self) -> None:

@@ -17,21 +17,19 @@ if __name__ == "__main__":
     cli.run_gin("perex_t5x.train.train", __doc__)
 
 import contextlib
-import dataclasses
 import functools
 import os
 import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Annotated, Any
 
 import jax
 from absl import logging
 
 from perex_t5x import (
-    checkpoint_files,
     checkpoints,
     distributed,
     evaluation,
@@ -41,13 +39,13 @@ from perex_t5x import (
     run_dir,
     saving,
 )
-from perex_t5x.actions import ActionMap, ActionMode, Actions
+from perex_t5x.actions import ActionMap
 from perex_t5x.arguments import Count, Interval, PositiveInt, Seed, hints
 from perex_t5x.arguments import check as check_arguments
 from perex_t5x.bad_numbers import BadNumbers, SkippingFeed, to_leave_out
 from perex_t5x.cli import status
-from perex_t5x.data import lookup, streaming
-from perex_t5x.data.feed import Feed, batch_spec, make_feed
+from perex_t5x.data import lookup
+from perex_t5x.data.feed import Feed, make_feed
 from perex_t5x.errors import ConfigError, DivergedError
 from perex_t5x.goodput import Recorder, process_begun
 from perex_t5x.hardware.compiler_options import describe_options
@@ -55,6 +53,15 @@ from perex_t5x.metrics import MetricsWriter, loss_metric
 from perex_t5x.models import protocol
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.trainer import Trainer, TrainState
+from perex_t5x.training_setup import (
+    Programs,
+    Setup,
+    check_arguments_of_t5x,
+    make_actions,
+    make_setup,
+    timed,
+    where_to_start,
+)
 from perex_t5x.utils import CheckpointConfig, DatasetConfig
 
 
@@ -149,47 +156,6 @@ def train(
             training = Training(arguments, training.setup, left_out)
 
 
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """What follows from a configuration whatever its learning rate and seed."""
-
-    trainer: Trainer
-    spec: Mapping[str, Any]
-    shapes: TrainState
-    shardings: TrainState
-    boxed_params: Any
-    computation: str = ""  # of the model: see `protocol.DescribesComputation`
-
-    @property
-    def summary(self) -> str:
-        """Parameters and bytes in one line."""
-        return run_dir.summarize_model(self.boxed_params, self.shapes)
-
-    @property
-    def init(self) -> Any:
-        """The key of a seed -> a fresh state; jitted."""
-        input_shapes = {k: v.shape for k, v in self.spec.items()}
-        return jax.jit(lambda key: self.trainer.init_state(key, input_shapes), out_shardings=self.shardings)
-
-
-@dataclasses.dataclass(frozen=True)
-class Programs:
-    """What runs execute, compiled or being compiled. It holds no state: several runs may use it at once.
-
-    Attributes:
-      init: the key of a seed -> a fresh state.
-      step: (state, batch) -> (state, metrics), or with the learning rate as a third argument; and the seconds it took to
-        compile.
-      monitor: `Trainer.monitor_step`; None without a monitor.
-      evaluators: see `loop.Evaluator`.
-    """
-
-    init: Callable[[jax.Array], TrainState]
-    step: Future[tuple[Callable[..., tuple[TrainState, Any]], float]]
-    monitor: Future[Callable[..., Any] | None]
-    evaluators: Sequence[loop.Evaluator]
-
-
 class Training:
     """One run of `train`: the constructor checks, `compile` compiles, `run` trains.
 
@@ -212,7 +178,7 @@ class Training:
         if not args.model_dir:
             raise ConfigError("MODEL_DIR = '': give a path, as a string: --gin.MODEL_DIR=\"'runs/first'\".")
         self.model_dir = os.path.expanduser(args.model_dir)
-        _check_arguments_of_t5x(args)
+        check_arguments_of_t5x(args)
         self._bad_numbers = args.bad_numbers or BadNumbers()
         self.trainer: Trainer = args.trainer_cls(model=args.model, partitioner=args.partitioner)
         self.trainer.skip_non_finite_updates = self._bad_numbers.most_skipped > 0
@@ -221,7 +187,7 @@ class Training:
                 "OPTIMIZER is made with a learning rate of its own, so Trainer.learning_rate_fn is not used. To use it, "
                 "bind no learning_rate, and refer to a function that takes one, OPTIMIZER = @optax.adamw."
             )
-        self.setup = self._checked_setup() if setup is None else setup
+        self.setup = make_setup(args, self.trainer) if setup is None else setup
         self._lock = run_dir.WriterLock(self.model_dir)
         weakref.finalize(self, self._lock.release)  # of one that nobody runs
         try:
@@ -246,7 +212,7 @@ class Training:
         args = self._args
         # One process looks: another might see a checkpoint more, or less.
         self.source: str | None = distributed.from_process_0(
-            "where to start", lambda: _where_to_start(self.model_dir, args.checkpoint_cfg, args.dry_run)
+            "where to start", lambda: where_to_start(self.model_dir, args.checkpoint_cfg, args.dry_run)
         )
         own = self.source is not None and os.path.dirname(self.source) == checkpoints.absolute(self.model_dir)
         self._is_resumed = own
@@ -266,59 +232,8 @@ class Training:
                 f"there is nothing to train. Set TRAIN_STEPS above {self._first_step}, or TRAIN_STEPS_RELATIVE to the "
                 "number of further steps."
             )
-        self._saved_run = checkpoints.read_run(self.source) if own and not args.dry_run else {}
+        self._saved_run = checkpoints.read_run(self.source) if self.source and own and not args.dry_run else {}
         self.last_step = self._stops_at()
-
-    def _checked_setup(self) -> Setup:
-        """Raises `ConfigError` for whatever can be seen without data and without compiling."""
-        args, trainer = self._args, self.trainer
-        model, config = trainer.model, args.train_dataset_cfg
-        protocol.require(model, protocol.Model, "training")
-        trainer.check_batch_size(config.batch_size)
-        trainer.partitioner.check_model(protocol.sharded_dimensions(model))
-        streaming.check_hosts(config, trainer.partitioner.data_sharding)
-        logging.info("%s", trainer.partitioner.describe_batch(config.batch_size))
-        converter = protocol.feature_converter_cls(model)
-        spec = batch_spec(config, converter)
-        verify = args.verify_matching_vocabs_fn or (lambda config, model: None)
-        verify(config, model)
-        if args.train_eval_dataset_cfg is not None:
-            evaluation.check(trainer.partitioner, model, args.train_eval_dataset_cfg, args.eval_steps)
-            verify(args.train_eval_dataset_cfg, model)
-        save = args.checkpoint_cfg.save
-        if (
-            save is not None
-            and save.keep_best
-            and not save.keeps_best_of_training
-            and args.train_eval_dataset_cfg is args.infer_eval_dataset_cfg is None
-        ):
-            raise ConfigError(
-                f"SaveCheckpointConfig.keep_best = {save.keep_best} needs an evaluation: set train.train_eval_dataset_cfg, "
-                "or keep_best = None."
-            )
-        if args.infer_eval_dataset_cfg is not None:
-            verify(args.infer_eval_dataset_cfg, model)
-            binding = "infer_eval/utils.DatasetConfig"
-            evaluation.check_inference(
-                trainer.partitioner, model, args.infer_eval_dataset_cfg, binding, args.inference_evaluator_cls
-            )
-        self._actions()
-        with trainer.partitioner.manual():
-            computation = protocol.describe_computation(model, spec)
-        setup = Setup(trainer, spec, *trainer.abstract_state({k: v.shape for k, v in spec.items()}), computation)
-        trainer.check_functions(setup.shapes.params)
-        logging.info("%s; %s", setup.summary, setup.computation)
-        return setup
-
-    def _actions(self) -> Actions:
-        """Raises `ConfigError` for those that would see nothing."""
-        configs = {
-            ActionMode.TRAIN_EVAL: self._args.train_eval_dataset_cfg,
-            ActionMode.INFER_EVAL: self._args.infer_eval_dataset_cfg,
-        }
-        has_evaluations = self._args.eval_period or self._args.run_eval_before_training
-        names = {mode: evaluation.task_names(config) for mode, config in configs.items() if config and has_evaluations}
-        return Actions(self._args.actions, names)
 
     def _stops_at(self) -> int:
         relative, saved = self._args.relative_steps, self._saved_run
@@ -332,16 +247,16 @@ class Training:
         """Starts compiling; `compiler` has one thread, which takes one program after the other."""
         setup = self.setup
         parts = (setup.shapes, setup.shardings, setup.spec)
-        step = compiler.submit(timed, lambda: self._compiled_step(*parts))
+        step = compiler.submit(timed, self._compiled_step)
         evaluators = self.make_evaluators(compiler)
         return Programs(setup.init, step, compiler.submit(setup.trainer.compiled_monitor, *parts), evaluators)
 
-    def _compiled_step(self, *parts: Any) -> Any:
-        trainer = self.setup.trainer
+    def _compiled_step(self) -> Any:
+        setup = self.setup
+        trainer, observe = setup.trainer, {}
         if self._args.dump_hlo and distributed.is_writer():
-            compiled = trainer.compiled_step(*parts, functools.partial(profiling.write_program, self.model_dir))
-        else:
-            compiled = trainer.compiled_step(*parts)
+            observe = {"observe": functools.partial(profiling.write_program, self.model_dir)}
+        compiled = trainer.compiled_step(setup.shapes, setup.shardings, setup.spec, **observe)
         if trainer.remat_choice is not None:
             for line in (f"remat_policy = 'auto': {line}" for line in trainer.remat_choice.lines()):
                 logging.info("%s", line)
@@ -381,12 +296,12 @@ class Training:
     def make_feed(self) -> Feed:
         """The training batches, at the position at which the run starts."""
         converter = protocol.feature_converter_cls(self.trainer.model)
-        feed = make_feed(self._args.train_dataset_cfg, converter, saved_position=self._saved_run.get("data"))
+        feed: Feed = make_feed(self._args.train_dataset_cfg, converter, saved_position=self._saved_run.get("data"))
         position = self._saved_run.get("data", {})
         if left_out := [*position.get("skipped", ()), *self._left_out]:
             feed = SkippingFeed(feed, left_out, position.get("step", 0))
         logging.info("%s", feed.description)
-        if self._is_resumed:
+        if self._is_resumed and self.source is not None:
             feed.restore(checkpoints.data_dir(self.source))
         return feed
 
@@ -397,7 +312,7 @@ class Training:
         if rules.then == "stop" or rollbacks > rules.rollbacks or newest is None:
             raise error
         logging.warning("%s. Rolled back to %s, %d of %d times.", error.finding, newest, rollbacks, rules.rollbacks)
-        return to_leave_out(feed, error.first_step, error.step, checkpoints.step_of(newest))
+        return to_leave_out(feed, error.first_step, error.step, checkpoints.step_of(newest) or 0)
 
     def run(
         self, programs: Programs, feed: Feed, *, saves_in_background: bool = True, **options: Any
@@ -429,7 +344,7 @@ class Training:
             "timing/init_or_restore_seconds": init_seconds,
             "timing/start_seconds": time.monotonic() - self._begun,
         }
-        actions = self._actions()
+        actions = make_actions(self._args)
         ended = (
             self._is_resumed and args.actions is not None and actions.remember(self._rows(writer, programs.evaluators))
         )
@@ -528,38 +443,3 @@ def _logged(when: str) -> Iterator[None]:
         yield
     except Exception as e:
         logging.error("%s: %s", when, e)
-
-
-def _check_arguments_of_t5x(args: types.SimpleNamespace) -> None:
-    """One line for what has no effect here; refused is what would change the run if it were left out."""
-    for name, default, why in (
-        ("use_hardware_rng", False, "dropout masks are drawn per example"),
-        ("concurrent_metrics", True, "metrics are always written in a thread, and actions see them all the same"),
-        ("use_orbax", True, "checkpoints are always Orbax's"),
-    ):
-        if getattr(args, name) != default:
-            logging.warning("train.%s = %s is ignored: %s.", name, getattr(args, name), why)
-    for name, instead in (
-        ("get_dataset_fn", "register a SeqIO task, and give its name to DatasetConfig.mixture_or_task_name"),
-        ("train_eval_get_dataset_fn", "register a SeqIO task, and give its name to train_eval/DatasetConfig"),
-        ("train_state_initializer_cls", "bind RestoreCheckpointConfig, or give the model other initial variables"),
-    ):
-        if getattr(args, name) is not None:
-            raise ConfigError(f"train.{name} = {getattr(args, name)!r} is not supported: {instead}.")
-
-
-def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    """What `function` returns, and the seconds it took."""
-    begun = time.monotonic()
-    return function(), time.monotonic() - begun
-
-
-def _where_to_start(model_dir: str, config: CheckpointConfig, dry_run: bool) -> str | None:
-    """The checkpoint to read: the newest valid one in the run's folder, else the one to start from, else None."""
-    own = checkpoint_files.newest_valid(model_dir, dry_run=dry_run)
-    if own is not None or config.restore is None or not config.restore.path:
-        return own
-    path = checkpoints.checkpoint_paths(config.restore.path, config.restore.mode)[-1]
-    if refusal := checkpoint_files.refusal(path):
-        raise checkpoint_files.DamagedError(f"RestoreCheckpointConfig.path = {config.restore.path!r}: {refusal}")
-    return path

@@ -11,8 +11,7 @@ from flax import struct
 from flax.serialization import from_state_dict, to_state_dict
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
     """Everything that a step reads and writes.
 
     Attributes:
@@ -23,10 +22,10 @@ class TrainState:
       monitor: the moving averages of `monitoring.Monitor`; None without one.
     """
 
-    step: jax.Array
+    step: Any
     params: Any
     opt_state: Any
-    rng: jax.Array
+    rng: Any
     monitor: Any = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from absl import logging
 from flax import linen as nn
 from jax.tree_util import keystr
 
-from perex_t5x import arguments, optimizers
+from perex_t5x import arguments, optimizers, trainer_checks
 from perex_t5x.actions import ActionMode, BaseAction, EarlyStoppingAction, TerminateOnNanAction
 from perex_t5x.arguments import Count, Interval, PositiveInt
-from perex_t5x.errors import ConfigError, did_you_mean
+from perex_t5x.errors import ConfigError
 from perex_t5x.gradients import Batch, Gradient, GradientOptions, batch_gradient, gradient_with_statistics
 from perex_t5x.hardware.chips import chip_of
 from perex_t5x.hardware.compiler_options import check_options, options_for
@@ -32,10 +32,9 @@ from perex_t5x.models import remat
 from perex_t5x.models.protocol import Model
 from perex_t5x.monitoring import Monitor
 from perex_t5x.optimizers.learning_rate import drive_learning_rate, rate_of_built
-from perex_t5x.partitioning import ParamShardings, PjitPartitioner, nearest_divisor
+from perex_t5x.partitioning import ParamShardings, PjitPartitioner
 from perex_t5x.per_example import GradStatistics, Sensitivity, Statistic
 from perex_t5x.per_example.reductions.held import CLIP_MEMORY
-from perex_t5x.per_example.statistic import BUILT_IN
 from perex_t5x.schedules import Rate, Schedule, as_schedule
 from perex_t5x.train_state import TrainState, example_keys
 
@@ -139,7 +138,7 @@ class Trainer:
             kernels=kernels,
             clip_memory=clip_memory,
         )
-        _check_options(self.options)
+        trainer_checks.check_options(self.options)
         self._boxed_params: Any = None
         self.optimizer = drive_learning_rate(model.optimizer_def)
 
@@ -221,6 +220,7 @@ class Trainer:
 
     def monitor_step(self, state: TrainState, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
         """What the monitor sees of the step that `train_step` would make: its new averages, and values to log."""
+        assert self.monitor is not None
         gradient = gradient_with_statistics(
             self.model,
             state,
@@ -235,9 +235,10 @@ class Trainer:
 
     def eval_step(self, params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Teacher-forced loss and metric sums, without dropout."""
-        if hasattr(self.model, "eval_fn"):
-            return self.model.eval_fn(params, batch)
-        return self.model.loss_fn(params, batch, None, self.model.loss_normalizer(batch))
+        model: Any = self.model
+        if hasattr(model, "eval_fn"):
+            return model.eval_fn(params, batch)
+        return model.loss_fn(params, batch, None, self.model.loss_normalizer(batch))
 
     # --- the state and its shardings ----------------------------------------------------------------------------------
 
@@ -335,9 +336,10 @@ class Trainer:
 
     def remat_choices(self) -> dict[str, Trainer]:
         """Policy -> a trainer like this one with it, in the model's order; empty where there is nothing to choose."""
-        if self.partitioner.mesh.devices.flat[0].platform != "tpu" or not hasattr(self.model, "remat_choices"):
+        choices = getattr(self.model, "remat_choices", None)
+        if choices is None or self.partitioner.mesh.devices.flat[0].platform != "tpu":
             return {}
-        return {policy: self.replace(model=model) for policy, model in self.model.remat_choices().items()}
+        return {policy: self.replace(model=model) for policy, model in choices().items()}
 
     def lowered_step(
         self, shapes: TrainState, shardings: TrainState, batch_spec: Mapping[str, Any], rate_is_argument: bool = False
@@ -386,51 +388,13 @@ class Trainer:
 
     def check_batch_size(self, batch_size: int, binding: str = "train/utils.DatasetConfig.batch_size") -> None:
         """Raises unless the global batch splits evenly over microbatches, data shards and groups."""
-        count, shards = self.options.num_microbatches, self.partitioner.data_parallel_size
-        if batch_size % count:
-            raise ConfigError(f"{binding} = {batch_size} is not divisible by Trainer.num_microbatches = {count}.")
-        micro = batch_size // count
-        per = f" in each of {count} microbatches" if count > 1 else ""
-        if micro % shards:
-            step = shards * count
-            lower, upper = batch_size // step * step, -(-batch_size // step) * step
-            nearest = f"{upper}" if lower == 0 else f"{lower} or {upper}"
-            raise ConfigError(
-                f"{binding} = {batch_size} (the global batch) gives {micro} examples{per}, not divisible by the "
-                f"{shards} data shards of the mesh. Nearest that is: {nearest}."
-            )
-        size, group = self.options.microbatch_size, self.options.group_size
-        on_device = micro // shards
-        where = f"the {on_device} examples{per}" + (f" on each of {shards} data shards" if shards > 1 else "")
-        for name, part, hint in (("group_size", group, ""), ("microbatch_size", size, "; 'auto' chooses by itself")):
-            if isinstance(part, int) and on_device % part:
-                raise ConfigError(
-                    f"Trainer.{name} = {part} does not divide {where} of {binding} = {batch_size}. "
-                    f"Nearest that does: {nearest_divisor(on_device, part)}{hint}."
-                )
-        if isinstance(size, int) and size % group:
-            raise ConfigError(
-                f"Trainer.group_size = {group} does not divide Trainer.microbatch_size = {size}: a group is computed in one "
-                "microbatch."
-            )
+        trainer_checks.check_batch_size(self.options, self.partitioner.data_parallel_size, batch_size, binding)
 
     def _check_statistics(self, shapes: TrainState, batch_size: int) -> None:
         """Raises for an optimizer that needs an unknown statistic, or a variance where there is one example."""
-        for statistic in self.needs(shapes.params):
-            if isinstance(statistic, str) and statistic not in BUILT_IN:
-                raise ConfigError(
-                    f"the optimizer needs the statistic {statistic!r}, which is not known."
-                    f"{did_you_mean(statistic, BUILT_IN)} Known are {', '.join(BUILT_IN)}; declare another one as an object "
-                    f"among the optimizer's needs: per_example.Statistic({statistic!r}, ...)."
-                )
-            factorable = BUILT_IN.get(statistic, statistic).factorable
-            if self.options.unit == "token" and not factorable:
-                raise ConfigError(
-                    f"Trainer.unit = 'token' needs factorable statistics, φ(ab) = φ(a)φ(b), and the optimizer's "
-                    f"{statistic.name!r} is not declared as one. Use Trainer.unit = 'example', or declare it with "
-                    "per_example.Statistic(..., factorable=True) if it is."
-                )
-        self._check_privacy(self.privacy(shapes.params), batch_size)
+        trainer_checks.check_needs(self.needs(shapes.params), self.options.unit)
+        if (privacy := self.privacy(shapes.params)) is not None:
+            trainer_checks.check_privacy(privacy, self.options, batch_size)
         if batch_size // self.options.group_size > 1:
             return
         where = f"BATCH_SIZE = {batch_size}"
@@ -447,28 +411,6 @@ class Trainer:
             jax.eval_shape(lambda: self._update_with_one_group(shapes))
         except ConfigError as e:
             raise ConfigError(f"{where}: {e}") from e
-
-    def _check_privacy(self, privacy: optimizers.Privacy | None, batch_size: int) -> None:
-        """Raises where the step would not be what a private optimizer promises."""
-        if privacy is None:
-            return
-        options, clip_norm = self.options, privacy.clip_norm
-        for name, value, needed, why in (
-            ("clip_norm", options.clip_norm, (None, clip_norm), f"the optimizer clips at its own, {clip_norm:g}"),
-            ("group_size", options.group_size, (1,), "it is single examples that are clipped"),
-            ("unit", options.unit, ("example",), "it is examples that are clipped"),
-            ("transport_dtype", options.transport_dtype, (None,), "rounded sums are not bounded by the clipping"),
-        ):
-            if value not in needed:
-                raise ConfigError(
-                    f"Trainer.{name} = {value!r} with a differentially private optimizer (optimizers.dp): {why}. "
-                    f"Set Trainer.{name} = {needed[0]!r}."
-                )
-        if privacy.batch_size != batch_size:
-            raise ConfigError(
-                f"optimizers.dp.batch_size = {privacy.batch_size}, and a batch has {batch_size} examples. Set "
-                "optimizers.dp.batch_size = %BATCH_SIZE."
-            )
 
     def _update_with_one_group(self, shapes: TrainState) -> Any:
         """An update whose number of groups is known while it is traced, so that optimizers can refuse it."""
@@ -504,15 +446,3 @@ def _cycles(compiled: Any, device: Any) -> int | None:
     ) as e:  # another version of libtpu: no reason to stop a run
         logging.warning("the cycles of the compiled step could not be read: %s", e)
         return None
-
-
-def _check_options(options: GradientOptions) -> None:
-    """Raises for arguments of `Trainer` that do not go together."""
-    if options.unit == "token":
-        for name, value, needed in (("group_size", options.group_size, 1), ("clip_norm", options.clip_norm, None)):
-            if value != needed:
-                raise ConfigError(
-                    f"Trainer.unit = 'token' with Trainer.{name} = {value!r}: examples' gradients are not formed, so they "
-                    f"cannot be {'grouped' if name == 'group_size' else 'clipped'}. Set Trainer.{name} = {needed}, or "
-                    "Trainer.unit = 'example'."
-                )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import csv
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -112,7 +113,7 @@ def _other_state(folder: Path, reference: Path, exact: bool) -> list[str]:
         return [*problems, "the names of the arrays differ"]
     for name, value in ours.items():
         other = theirs[name]
-        same = np.array_equal if exact else lambda a, b: np.allclose(a, b, **_ON_OTHER_MESH)
+        same = np.array_equal if exact else functools.partial(np.allclose, **_ON_OTHER_MESH)
         if value.dtype != other.dtype or not same(value, other):
             largest = np.max(np.abs(np.float64(value) - np.float64(other)), initial=0.0)
             problems.append(f"{name} differs by up to {largest:.2g}")

@@ -71,12 +71,13 @@ class Buckets:
 
     def __init__(self) -> None:
         self._running = contextlib.ExitStack()
-        self._make: Callable[[], Any] | None = None
+        self._make: Any = None
 
     def make(self) -> Any:
         """An empty bucket: see `CloudStorage` in `tests/standins/cloud_storage.py`."""
-        make = self._make = self._make or self._running.enter_context(_stand_in().running())
-        made = make()
+        if self._make is None:
+            self._make = self._running.enter_context(_stand_in().running())
+        made = self._make()
         made.environment |= _LIMITS
         return made
 

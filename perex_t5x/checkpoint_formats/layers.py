@@ -56,7 +56,7 @@ class _Place:
 
 def layout_of(leaves: Mapping[str, Leaf]) -> Layout | None:
     """The layout of a checkpoint's parameters; None where there are no layers under the names above."""
-    found = {place.layout for parameter in parameters_of(leaves) if (place := _Place.of(parameter))}
+    found: set[Layout] = {place.layout for parameter in parameters_of(leaves) if (place := _Place.of(parameter))}
     if len(found) > 1:
         raise ConfigError(f"the layers of this checkpoint are stored in several ways: {', '.join(sorted(found))}.")
     return found.pop() if found else None

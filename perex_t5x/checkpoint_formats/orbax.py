@@ -35,6 +35,7 @@ def read(path: str) -> Contents:
     ocdbt = (files.as_path(folder) / "manifest.ocdbt").exists()
     driver = "zarr3" if described.get("use_zarr3") else "zarr"
     leaves, empty = {}, {}
+    value: Any
     for name, value in flat.items():
         if value is None or value is traverse_util.empty_node:
             empty[name] = None if value is None else {}

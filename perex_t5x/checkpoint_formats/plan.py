@@ -162,7 +162,7 @@ def _rearranged(
     present, head_dim = layers.layout_of(leaves), heads.head_dim_of(leaves)
     if present is None:
         return items, {}
-    origin = {"layers": present} | ({"head_dim": head_dim} if head_dim else {})
+    origin: dict[str, Any] = {"layers": present} | ({"head_dim": head_dim} if head_dim else {})
     origin |= {key: contents.metadata[key] for key in ("layers", "head_dim") if key in contents.metadata}
     layout = origin["layers"] if options.layers == "keep" else options.layers
     joins = options.heads == "joined"
@@ -181,7 +181,7 @@ def _rearranged(
     return items, origin
 
 
-def _with_layers(items: dict[str, _Item], layout: str) -> dict[str, _Item]:
+def _with_layers(items: dict[str, _Item], layout: layers.Layout) -> dict[str, _Item]:
     result = {}
     for name, moved in layers.rearranged({name: item.leaf for name, item in items.items()}, layout).items():
         parts = [items[source] for source in moved.sources]

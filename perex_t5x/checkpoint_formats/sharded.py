@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from perex_t5x.checkpoint_formats.leaves import Leaf
 
 _AT_ONCE = 1 << 30  # bytes that are being read, in the memory of a process
-_Index = tuple[slice, ...]
+_Index = Any  # tuple[slice, ...]
 _Parts = dict[tuple[tuple[int, int], ...], Callable[[], np.ndarray]]
 
 

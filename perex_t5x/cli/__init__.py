@@ -124,17 +124,24 @@ def _end_if_failed() -> None:
         os._exit(_failed_with)
 
 
+def forget_failure() -> None:
+    """For whoever has caught the SystemExit of `run` and goes on: the process does not end with that command's exit code."""
+    global _failed_with
+    _failed_with = None
+
+
 def _end_within(seconds: float, code: int) -> None:
     """Ends the process so long after its main thread, if it has not ended by itself: Python waits for the threads of its
     libraries, and those that write to a storage that is gone try for a quarter of an hour. Whoever catches the SystemExit
-    goes on undisturbed."""
+    and goes on calls `forget_failure`."""
     global _failed_with
     _failed_with = code
 
     def end() -> None:
         threading.main_thread().join()
         time.sleep(seconds)
-        os._exit(code)
+        if _failed_with is not None:
+            os._exit(code)
 
     threading.Thread(target=end, daemon=True).start()
 

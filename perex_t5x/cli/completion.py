@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from perex_t5x import cli
 from perex_t5x.cli import dispatch
 from perex_t5x.errors import ConfigError, did_you_mean
 
@@ -49,6 +50,7 @@ def flags_of(command: dispatch.Command) -> list[Flag]:
             with contextlib.suppress(SystemExit, ConfigError):
                 dispatch.run(command, ["--help" if command.is_argparse else "--helpxml"])
     finally:
+        cli.forget_failure()  # of a command whose extra is not installed
         sys.argv[:] = before[0]
         vars(sys.modules["__main__"]).update(before[1])
     said = out.getvalue()
@@ -248,7 +250,7 @@ def main() -> None:
         if words[:1] in (["--help"], ["-h"], ["help"]):
             print(__doc__)
             return
-        said = f"{words[0]!r} is no shell it knows.{did_you_mean(words[0], SHELLS)} " if words else ""
+        said = f"{words[0]!r} is not a known shell.{did_you_mean(words[0], SHELLS)} " if words else ""
         print(f"ERROR: {said}Write perex completion {'|'.join(SHELLS)}.", file=sys.stderr)
         sys.exit(ConfigError.reason.exit_code)
     print(script(words[0]), end="")

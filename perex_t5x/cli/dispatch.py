@@ -98,11 +98,11 @@ def find(name: str) -> Command:
     True
     >>> find("trian")
     Traceback (most recent call last):
-    perex_t5x.errors.ConfigError: 'trian' is no command. Did you mean 'train'? perex --help lists them.
+    perex_t5x.errors.ConfigError: 'trian' is not a command. Did you mean 'train'? perex --help lists them.
     """
     known = COMMANDS | {command.place: command for command in COMMANDS.values()}
     if name not in known:
-        raise ConfigError(f"{name!r} is no command.{did_you_mean(name, known)} perex --help lists them.")
+        raise ConfigError(f"{name!r} is not a command.{did_you_mean(name, known)} perex --help lists them.")
     return known[name]
 
 

@@ -87,10 +87,10 @@ def define_training_flags() -> None:
     if "gin_file" in flags.FLAGS:
         return
     flags.DEFINE_multi_string(
-        "gin_file", [], "Gin file; repeatable, later files win. Searched in the working directory, in "
-        "--gin_search_paths and among the shipped files (runs/, models/, optimizers/, meshes/).")  # fmt: skip
+        "gin_file", [], "Gin file; later files win. Searched in the working directory, in "
+        "--gin_search_paths and among the shipped files (runs/, models/, optimizers/, meshes/)")  # fmt: skip
     flags.DEFINE_multi_string(
-        "gin_bindings", [], "A binding, such as 'TRAIN_STEPS = 100'. Shorter: --gin.TRAIN_STEPS=100.")  # fmt: skip
+        "gin_bindings", [], "A binding, such as 'TRAIN_STEPS = 100'. Shorter: --gin.TRAIN_STEPS=100")  # fmt: skip
     flags.DEFINE_list("gin_search_paths", [], "Further folders in which Gin files are searched.")
     flags.DEFINE_string("tfds_data_dir", None, "Where TFDS datasets are stored.")
     flags.DEFINE_list("seqio_additional_cache_dirs", [], "Folders with offline SeqIO caches.")
@@ -99,7 +99,7 @@ def define_training_flags() -> None:
     flags.DEFINE_integer("process_count", None, "Number of processes.")
     flags.DEFINE_integer("process_index", None, "Index of this process, from 0.")
     flags.DEFINE_bool(
-        "multiprocess_gpu", False, "Of T5X, and not needed: other processes are found with the three flags above, or by "
+        "multiprocess_gpu", False, "Of T5X, and not needed: processes are found by --coordinator_address or "
         "--cluster_detection, whatever the hardware.")  # fmt: skip
     flags.DEFINE_string(
         "cluster_detection", "auto", "Whether TPU pods, GKE, SLURM and Open MPI are asked for the other processes: auto, "
@@ -124,6 +124,6 @@ def define_sweep_flags() -> None:
     from absl import flags
 
     flags.DEFINE_string("sweep", None, "Gin file of the sweep, such as sweeps/sqrt_lr.gin.")
-    flags.DEFINE_multi_string("sweep_bindings", [], "Overrides 'seeds = [0]' of the file. Shorter: --sweep.seeds=[0].")
+    flags.DEFINE_multi_string("sweep_bindings", [], "Overrides 'seeds = [0]' of the file. Shorter: --sweep.seeds=[0]")
     flags.DEFINE_string("dir", None, "The sweep's folder; default sweeps/<name>.")
     flags.DEFINE_string("only", None, "Regular expression: run only the runs whose names it matches somewhere.")

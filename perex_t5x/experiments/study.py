@@ -32,7 +32,7 @@ def define_flags() -> None:
 
     cli_flags.define_training_flags()
     flags.DEFINE_string("study", None, "The study's name; also as the only argument that is not a flag.")
-    flags.DEFINE_multi_string("sweep_bindings", [], "'seeds = [0]' in place of the file's. Shorter: --sweep.seeds=[0].")
+    flags.DEFINE_multi_string("sweep_bindings", [], "'seeds = [0]' in place of the file's. Shorter: --sweep.seeds=[0]")
     flags.DEFINE_string("dir", None, "The study's folder; default studies/NAME, with --quick studies/NAME_quick.")
     flags.DEFINE_bool("quick", False, "A version of at most two minutes, to see whether everything works.")
     flags.DEFINE_bool("analyse_only", False, "Runs nothing: findings and page from what the folder holds.")

@@ -250,7 +250,7 @@ class Port:
         self._note(statement, "left out", reason or "its block is left out")
 
     def _assembled(self) -> str:
-        lines: list[str | None] = list(self._lines)
+        lines = list(self._lines)
         for name, new in sorted(self._edits, key=lambda edit: (edit[0].row, -edit[0].start)):
             if all(not s.first <= name.row <= s.last for s in self._statements if s.first in self._replaced):
                 line = lines[name.row]

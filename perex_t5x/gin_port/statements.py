@@ -75,8 +75,9 @@ def statements_of(text: str, where: str) -> list[Statement]:
                 block = statement
             found.append(statement)
     except (tokenize.TokenError, SyntaxError) as e:
-        line = getattr(e, "lineno", None) or (e.args[1][0] if len(e.args) > 1 else 0)
-        raise ConfigError(f"{where}, line {line}: cannot be read as Gin: {e.args[0]}.") from None
+        args = list(e.args)
+        line = getattr(e, "lineno", None) or (args[1][0] if len(args) > 1 else 0)
+        raise ConfigError(f"{where}, line {line}: cannot be read as Gin: {args[0]}.") from None
     return found
 
 

@@ -38,15 +38,13 @@ _SHORTEST_HIDDEN = 8  # characters; a shorter value is no secret, and would be f
 
 
 def define_environment_flags() -> None:
-    flags.DEFINE_multi_string(
-        "env", [], "NAME=VALUE, an environment variable of the jobs; repeatable. Not for secrets."
-    )
+    flags.DEFINE_multi_string("env", [], "NAME=VALUE, an environment variable of the jobs, not for secrets")
     flags.DEFINE_multi_string(
         "libtpu_args", [], "Flags of libtpu and XLA's TPU compiler, such as --libtpu_args='--xla_a=1 --xla_b=2'; added to "
-        "LIBTPU_INIT_ARGS of the jobs.")  # fmt: skip
+        "LIBTPU_INIT_ARGS of the jobs")  # fmt: skip
     flags.DEFINE_multi_string(
-        "secret", [], "NAME=REFERENCE, an environment variable of the jobs whose value the hosts fetch; repeatable. On TPU "
-        "VMs a secret of Secret Manager: S, S:VERSION or projects/P/secrets/S/versions/V; on GKE SECRET/KEY.")  # fmt: skip
+        "secret", [], "NAME=REFERENCE, an environment variable of the jobs whose value the hosts fetch. On TPU "
+        "VMs a secret of Secret Manager: S, S:VERSION or projects/P/secrets/S/versions/V; on GKE SECRET/KEY")  # fmt: skip
     flags.DEFINE_list("not_secret", [], "Names of --env that look like those of secrets and are none.")
 
 

@@ -8,7 +8,7 @@ dropout.py    one key per example            head.py       output projection and
 splash.py     attention by TPU kernels       remat.py      what the backward pass keeps
 rotary.py     positions as rotations         rows.py       examples as rows, for kernels and chunks
 scalable_network.py   T5X's scalable T5
-attention_kernels.py, softmax_kernel.py      the TPU kernels
+attention_kernels.py, attention_blocks.py, softmax_kernel.py      the TPU kernels
 """
 
 from perex_t5x.models.base_model import (

@@ -34,9 +34,11 @@ class Model(Protocol):
         A leaf may be boxed with its logical axis names (`flax.linen.with_logical_partitioning`), by which it is sharded; one
         without is replicated. `input_shapes` has the shape of every feature of a batch.
         """
+        ...
 
     def loss_normalizer(self, batch: Batch) -> jax.Array:
         """W, what the summed loss of the global batch is divided by: a float32 scalar, above 0."""
+        ...
 
     def loss_fn(
         self, params: Any, batch: Batch, dropout_rng: jax.Array | None, normalizer: jax.Array
@@ -57,6 +59,7 @@ class Model(Protocol):
           and any of the model's own. Each is logged divided by the sum of 'examples'; a model with other metrics is one
           that `SummarizesMetrics`.
         """
+        ...
 
 
 class SummarizesMetrics(Protocol):
@@ -77,6 +80,7 @@ class SummarizesMetrics(Protocol):
           sums: of `Model.loss_fn`, added up over the steps.
           objective: the loss L, averaged over the steps.
         """
+        ...
 
 
 class CountsFlops(Protocol):
@@ -84,6 +88,7 @@ class CountsFlops(Protocol):
 
     def flops_per_step(self, batch_size: int, feature_lengths: Mapping[str, int]) -> float:
         """FLOPs of one forward and backward pass over a batch: products only, nothing recomputed."""
+        ...
 
 
 class ShardsDimensions(Protocol):
@@ -100,6 +105,7 @@ class DescribesComputation(Protocol):
 
         Called inside `PjitPartitioner.manual()`, as the loss is.
         """
+        ...
 
 
 class Scores(Protocol):
@@ -107,6 +113,7 @@ class Scores(Protocol):
 
     def score_batch(self, params: Any, batch: Batch) -> jax.Array:
         """The log likelihood of each row's targets, [B]."""
+        ...
 
 
 class Predicts(Protocol):
@@ -122,6 +129,7 @@ class Predicts(Protocol):
         self, params: Any, batch: Batch, rng: jax.Array | None = None, **options: Any
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         """Returns predicted ids, [B, L], and {'scores': [B]}."""
+        ...
 
 
 # Further optional members: `eval_fn(params, batch)`, `loss_fn` without dropout, where that is something else; and

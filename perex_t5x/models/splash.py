@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 
 from perex_t5x import partitioning
 from perex_t5x.errors import ConfigError
-from perex_t5x.models import attention_kernels
+from perex_t5x.models import attention_blocks, attention_kernels
 from perex_t5x.models.config import T5Config
 from perex_t5x.models.rotary import Rotary
 from perex_t5x.models.rotary import apply as apply_rotary
@@ -93,7 +93,7 @@ def description(config: T5Config, rows: int, length: int, **features: bool) -> s
 
 def joins_heads(config: T5Config) -> bool:
     """Whether `attend` takes [B, T, heads · head_dim], and rotates; else [B, T, heads, head_dim], rotated and scaled."""
-    return config.attention != JAX_SPLASH and attention_kernels.joins_heads(config.head_dim)
+    return config.attention != JAX_SPLASH and attention_blocks.joins_heads(config.head_dim)
 
 
 def query_scale(scale: float, config: T5Config) -> float:
@@ -170,7 +170,7 @@ def attend_and_project(
     backward kernel has it in vector memory and time to write it: the result is there once more, and need not be copied
     out of the stack for the kernel of the per-example statistics.
     """
-    how = attention_kernels.How(config.head_dim, _blocks(config, query), scale, CHECKPOINT_NAME, not dispatch.for_tpu())
+    how = attention_blocks.How(config.head_dim, _blocks(config, query), scale, CHECKPOINT_NAME, not dispatch.for_tpu())
 
     def backward(query, key, value, ids_BxT, rotary, out, out_bar, lse):
         return attention_kernels.backward(how, query, key, value, ids_BxT, rotary, out, lse, out_bar, again=True)
@@ -209,10 +209,10 @@ _projected.defvjp(_projected_fwd, _projected_bwd)
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _blocks(config: T5Config, query: jax.Array) -> attention_kernels.Blocks | None:
+def _blocks(config: T5Config, query: jax.Array) -> attention_blocks.Blocks | None:
     if not dispatch.for_tpu():
-        return attention_kernels.interpreted(query.shape[1])
-    return attention_kernels.choose(query.shape[1], config.head_dim, query.dtype.itemsize, tiles.device_kind())
+        return attention_blocks.interpreted(query.shape[1])
+    return attention_blocks.choose(query.shape[1], config.head_dim, query.dtype.itemsize, tiles.device_kind())
 
 
 def _on_device(query, key, value, ids_BxT, rotary, scale: float, config: T5Config) -> jax.Array:
@@ -221,7 +221,7 @@ def _on_device(query, key, value, ids_BxT, rotary, scale: float, config: T5Confi
     if by_jax:
         function = _by_jax
     else:
-        how = attention_kernels.How(width, blocks, scale, CHECKPOINT_NAME, interpret)
+        how = attention_blocks.How(width, blocks, scale, CHECKPOINT_NAME, interpret)
         if query.ndim == 3:
             return attention_kernels.attend(query, key, value, ids_BxT, rotary, how)
         function = functools.partial(attention_kernels.attend, rotary=None, how=how)

@@ -56,14 +56,14 @@ def test_version():
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["trian"], 2, "ERROR: 'trian' is no command. Did you mean 'train'? perex --help lists them.\n"),
-        (["--gin_file=models/tiny.gin"], 2, "ERROR: '--gin_file=models/tiny.gin' is no command. "),
+        (["trian"], 2, "ERROR: 'trian' is not a command. Did you mean 'train'? perex --help lists them.\n"),
+        (["--gin_file=models/tiny.gin"], 2, "ERROR: '--gin_file=models/tiny.gin' is not a command. "),
         (["train"], 2, "no --gin_file given"),
         (["train", "--gin_fle=x"], 2, "Did you mean: gin_file? --help lists the flags."),
         (["experiments.sweep"], 2, "--sweep"),
         (["checkpoints", "verify", "/no/such"], 2, "/no/such"),
         (["local", "--processes=x"], 2, "--processes"),
-        (["completion", "bsh"], 2, "ERROR: 'bsh' is no shell it knows. Did you mean 'bash'? "),
+        (["completion", "bsh"], 2, "ERROR: 'bsh' is not a known shell. Did you mean 'bash'? "),
     ],
 )
 def test_errors_are_one_message_and_the_command_s_exit_code(words, code, said):

@@ -63,3 +63,10 @@ def test_figures_need_their_own_extra(tmp_path):
     assert done.stderr.strip().endswith(
         "needs the extra [reports]: pip install 'perex_t5x[reports]' (missing: vl_convert)"
     )
+
+
+def test_completion_needs_no_extra():
+    """It asks commands that end for want of theirs, and does not end as they do."""
+    absent = TRAIN - {"absl"}  # which optax brings
+    done = without(absent, ["perex", "completion", "fish"], "run_module('perex_t5x', run_name='__main__')")
+    assert (done.returncode, done.stderr) == (0, "") and "-a train -d" in done.stdout

@@ -49,7 +49,7 @@ def define_flags() -> None:
     flags.DEFINE_bool("reserved", False, "Use the project's reserved slices.")
     flags.DEFINE_bool("internal_ip", False, "Hosts without external addresses, reached from inside the network.")
     flags.DEFINE_bool("detach", False, "Return once the slices are accepted: they run, resume and delete themselves.")
-    flags.DEFINE_multi_string("create_flag", [], "For `queued-resources create`, such as --create_flag=--network=n.")
+    flags.DEFINE_multi_string("create_flag", [], "For `queued-resources create`, such as --create_flag=--network=n")
 
 
 def main(args: Any, words: list[str]) -> int:
