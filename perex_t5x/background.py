@@ -117,7 +117,7 @@ def uninterrupted() -> Iterator[None]:
         yield
         return
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    former = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
+    former = {int(number): handler for number in numbers if callable(handler := signal.getsignal(number))}
     heard: list[int] = []
 
     def later(number: int, frame: Any) -> None:

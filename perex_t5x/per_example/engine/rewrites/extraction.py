@@ -232,7 +232,10 @@ def _apart(parts: Sequence[Sequence[int]], eqn: core.JaxprEqn, arguments: Sequen
         branches = [functools.partial(_some_results, body, part) for body in eqn.params["branches"]]
         results.update(zip(part, jax.lax.switch(index, branches, operands), strict=True))
     # Results that nobody reads: of any value.
-    return [results[i] if i in results else jnp.zeros(v.aval.shape, v.aval.dtype) for i, v in enumerate(eqn.outvars)]
+    return [
+        results[i] if i in results else jnp.zeros(jaxprs.shape_of(v), jaxprs.dtype_of(v))
+        for i, v in enumerate(eqn.outvars)
+    ]
 
 
 def _some_results(body: core.ClosedJaxpr, results: Sequence[int], operands: Sequence[Any]) -> list[Any]:
