@@ -75,15 +75,16 @@ def split(path: str | os.PathLike[str]) -> tuple[str, str]:
     return bucket, name.strip("/")
 
 
-def check(path: str, setting: str, *, writes: bool = True) -> None:
+def check(path: str, setting: str, *, writes: bool = True, public: bool = False) -> None:
     """Raises `ConfigError` if a folder in Cloud Storage cannot be used, and `UnreachableError` if that cannot be found out.
 
-    Nothing is left behind. Paths elsewhere are not looked at. Without credentials public data can be read.
+    Nothing is left behind. Paths elsewhere are not looked at.
 
     Args:
       path: the folder; it need not exist.
       setting: what a user wrote to name it, such as "MODEL_DIR"; for the message.
       writes: whether it will be written, too; then an object is really made there, and removed.
+      public: whether it may be anybody's, to read; that needs no credentials.
     """
     files.check_path(path, setting)
     if not os.fspath(path).startswith("gs://"):
@@ -91,10 +92,8 @@ def check(path: str, setting: str, *, writes: bool = True) -> None:
     setting = f"{setting} = {os.fspath(path)!r}"
     extras.require("gcs", setting)
     bucket_name, folder = split(path)
-    if writes and not has_credentials():
-        raise ConfigError(f"{setting}: writing to gs:// needs credentials, and there are none: {_NO_CREDENTIALS}")
     with _explained(setting, bucket_name):
-        bucket = client().bucket(bucket_name)
+        bucket = client(public).bucket(bucket_name)
         options = request_options()
         roles = _ROLES if writes else _READ_ROLES
         granted = bucket.test_iam_permissions(list(roles), **options) if has_credentials() else roles
@@ -134,12 +133,14 @@ def _check_kind(setting: str, bucket: Any) -> None:
 
 
 @functools.cache
-def client() -> Any:
-    """The client of Cloud Storage; without credentials one that can read public data, such as T5X's checkpoints."""
+def client(public: bool = False) -> Any:
+    """The client of Cloud Storage. Without credentials: one for `public` data, such as T5X's checkpoints, else an error."""
     from google.cloud import storage
 
     if has_credentials():
         return storage.Client()
+    if not public:
+        raise ConfigError(f"gs:// needs credentials, and there are none: {_NO_CREDENTIALS}")
     os.environ.setdefault("NO_GCE_CHECK", "true")  # TensorFlow would look for a metadata server, again and again
     logging.info("gs:// is read without credentials, as public data.")
     return storage.Client.create_anonymous_client()

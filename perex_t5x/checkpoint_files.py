@@ -358,7 +358,7 @@ def verify(path: str) -> tuple[str, str]:
 
 def checkpoints_at(path: str) -> Iterator[str]:
     """The checkpoint that a path names, or all in a run's folder."""
-    buckets.check(path, "PATH", writes=False)
+    buckets.check(path, "PATH", writes=False, public=True)
     path = absolute(os.path.expanduser(path))
     folder = files.as_path(path)
     if not folder.exists():

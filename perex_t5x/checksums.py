@@ -100,7 +100,7 @@ def _entries(folder: str | os.PathLike[str]) -> dict[str, _Entry]:
 def _objects(folder: str | os.PathLike[str]) -> dict[str, _Entry]:
     bucket, prefix = buckets.split(folder)
     found = {}
-    for blob in buckets.client().list_blobs(bucket, prefix=f"{prefix}/", **buckets.request_options()):
+    for blob in buckets.client(public=True).list_blobs(bucket, prefix=f"{prefix}/", **buckets.request_options()):
         name = blob.name.removeprefix(f"{prefix}/")
         if name and not name.endswith("/"):  # marks of folders
             found[name] = _Entry(blob.size, lambda crc=blob.crc32c: base64.b64decode(crc).hex())
