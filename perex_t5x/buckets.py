@@ -16,8 +16,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from absl import logging
-
 from perex_t5x import extras, files
 from perex_t5x.errors import ConfigError, UnreachableError, first_line
 
@@ -141,6 +139,8 @@ def client(public: bool = False) -> Any:
         return storage.Client()
     if not public:
         raise ConfigError(f"gs:// needs credentials, and there are none: {_NO_CREDENTIALS}")
+    from absl import logging
+
     os.environ.setdefault("NO_GCE_CHECK", "true")  # TensorFlow would look for a metadata server, again and again
     logging.info("gs:// is read without credentials, as public data.")
     return storage.Client.create_anonymous_client()
