@@ -63,6 +63,12 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
         raise OSError(errno.EINVAL, str(e), os.fspath(path)) from None
 
 
+def _is_open_file(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` stands for what a process has open, such as /dev/stdout: that is written to, wherever it leads. (/dev/shm
+    is a folder like any other.)"""
+    return os.path.abspath(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
+
+
 @contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
     """A text file that replaces `path` once the block has ended without an error; until then, and after an error, `path` is
@@ -74,8 +80,7 @@ def atomic_writer(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
         as_path(path).write_bytes(text.getvalue().encode())
         return
     target = Path(os.path.realpath(path))  # a link stays a link
-    is_stream = os.path.abspath(path).startswith(("/dev/", "/proc/"))  # such as /dev/stdout, wherever that leads
-    if is_stream or (target.exists() and not target.is_file()):
+    if _is_open_file(path) or (target.exists() and not target.is_file()):
         with open(path, "w", encoding="utf-8") as f:
             yield f
         return

@@ -229,4 +229,9 @@ class CheckpointConfig:
 def round_vocab_size_to_multiple(vocabulary: Any, divisor: PositiveInt = 128) -> int:
     """A vocabulary's size, rounded up: `network.T5Config.vocab_size = @utils.round_vocab_size_to_multiple()`."""
     arguments.check("round_vocab_size_to_multiple", arguments.hints(round_vocab_size_to_multiple), {"divisor": divisor})
-    return -(-vocabulary.vocab_size // divisor) * divisor
+    if not isinstance(size := getattr(vocabulary, "vocab_size", None), int):
+        raise ConfigError(
+            f"round_vocab_size_to_multiple.vocabulary = {vocabulary!r}: must be a SeqIO vocabulary, such as "
+            "@seqio.ByteVocabulary()."
+        )
+    return -(-size // divisor) * divisor

@@ -1,6 +1,7 @@
 """Files that are there as a whole or not at all."""
 
 import os
+import tempfile
 
 import pytest
 
@@ -31,6 +32,24 @@ def test_links_and_devices_stay_what_they_are(tmp_path):
     os.close(reader)
     files.write_atomically("/dev/null", "x")
     assert not os.path.isfile("/dev/null")
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="a folder in memory, /dev/shm, is needed")
+def test_a_folder_in_memory_is_a_folder():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        files.write_atomically(f"{folder}/a/b", "one")
+        with pytest.raises(RuntimeError), files.atomic_writer(f"{folder}/a/b") as f:
+            f.write("two")
+            raise RuntimeError
+        with open(f"{folder}/a/b") as f:
+            assert f.read() == "one"
+
+
+def test_what_is_open_is_written_to(tmp_path):
+    with (tmp_path / "a").open("w") as f:
+        files.write_atomically(f"/dev/fd/{f.fileno()}", "x")
+        assert os.fstat(f.fileno()).st_size == 1  # the open file, not another of its name
+        assert os.stat(tmp_path / "a").st_ino == os.fstat(f.fileno()).st_ino
 
 
 def test_the_mode_is_that_of_any_new_file(tmp_path):

@@ -447,7 +447,7 @@ def test_loop_reads_metrics_one_step_late():
             self._evaluate_first, self._gc_period, self._ended = False, 0, None
             self._monitor_fn = self._learning_rates = None
             self._make_progress = functools.partial(Progress, enabled=False)
-            self._trainer = type("T", (), {"partitioner": type("P", (), {"data_sharding": None})})
+            self._trainer = type("T", (), {"partitioner": type("P", (), {"data_sharding": None}), "monitor": None})
             self._feed = type("F", (), {"element_spec": {}, "batch": lambda self, step, sharding: {}})()
             self._clock = loop._Stopwatch()
             self._checkpointer = type("C", (), {"settle": lambda self: True})()
