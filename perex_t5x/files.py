@@ -64,8 +64,8 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def _is_open_file(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` stands for what a process has open, such as /dev/stdout: that is written to, wherever it leads. (/dev/shm
-    is a folder like any other.)"""
+    """Whether `path` stands for what a process has open, such as /dev/stdout: that is written to, wherever it leads.
+    (/dev/shm is a folder like any other.)"""
     return os.path.abspath(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
 
 
