@@ -57,7 +57,7 @@ def define_flags() -> None:
     from absl import flags
 
     cli_flags.define_training_flags()
-    known = ("scanned", "unrolled", "mlp")  # `bench_engine.MODELS`, without importing JAX
+    known = ("scanned", "unrolled", "mlp")  # `engine.MODELS`, without importing JAX
     flags.DEFINE_list("sections", None, "Which sections of the whole to run; the default is all: see --dry_run.")
     flags.DEFINE_string("folder", "runs/bench", "Where the whole stores benchmarks.json, benchmarks.md and its plots.")
     flags.DEFINE_bool("quick", False, "The whole at the smallest sizes: to try it, not to measure.")
@@ -77,15 +77,15 @@ def define_flags() -> None:
 
 def main(args: Any) -> int | None:
     if args.zoo is not None:
-        from perex_t5x.bench_zoo import benchmark_zoo
+        from perex_t5x.bench.zoo import benchmark_zoo
 
         benchmark_zoo(args.zoo, args.rounds, args.table)
     elif args.t5x is not None:
-        from perex_t5x.bench_t5x import benchmark_t5x
+        from perex_t5x.bench.t5x import benchmark_t5x
 
         benchmark_t5x(args.t5x, args.rounds, args.examples, args.layers)
     elif args.engine is not None:
-        from perex_t5x.bench_engine import benchmark_engine
+        from perex_t5x.bench.engine import benchmark_engine
 
         benchmark_engine(args.engine, args.rounds, args.microbatches, args.examples, args.layers)
     elif args.gin_file:

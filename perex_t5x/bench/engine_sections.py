@@ -20,9 +20,9 @@ import numpy as np
 
 from perex_t5x.bench import programs
 from perex_t5x.bench.children import Child, ChildFailedError
+from perex_t5x.bench.engine import MODELS, Size
 from perex_t5x.bench.programs import CLIPPED, JAX_PRIVACY, MICRO_GRAD, MOMENTS, OURS, PLAIN, STATISTICS, VMAP
 from perex_t5x.bench.turns import in_turns, working_bytes
-from perex_t5x.bench_engine import MODELS, Size
 from perex_t5x.errors import ConfigError
 from perex_t5x.extras import is_installed
 from perex_t5x.train import timed

@@ -61,7 +61,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The pre-norm decoder of `perex_t5x.bench_engine`."""
+    """The pre-norm decoder of `perex_t5x.bench.engine`."""
 
     def __init__(self, weights: dict[str, torch.Tensor]):
         super().__init__()

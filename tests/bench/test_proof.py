@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from perex_t5x.bench import children, engine_sections, page, programs, proof, results, trainer_sections
+from perex_t5x.bench.engine import MODELS, Size
 from perex_t5x.bench.programs import CLIPPED, MICRO_GRAD, MOMENTS, NORMS, OURS, PLAIN, VMAP
-from perex_t5x.bench_engine import MODELS, Size
 from perex_t5x.errors import ConfigError
 
 SIZE = Size(width=64, mlp=128, layers=1, vocabulary=64, length=8, examples=1)

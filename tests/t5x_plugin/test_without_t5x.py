@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from perex_t5x import bench_t5x, extras
+from perex_t5x import extras
+from perex_t5x.bench import t5x as bench_t5x
 from perex_t5x.errors import ConfigError
 from tests.test_architecture import ours, room
 
@@ -33,5 +34,5 @@ def test_its_benchmark_names_the_nearest_model():
 
 def test_nothing_else_imports_it():
     importers = {i.importer for i in ours() if room(i.module) == "t5x_plugin" and room(i.importer) != "t5x_plugin"}
-    assert importers == {"perex_t5x.bench_t5x"}
-    assert all(i.lazy for i in ours() if room(i.module) == "t5x_plugin" and i.importer == "perex_t5x.bench_t5x")
+    assert importers == {"perex_t5x.bench.t5x"}
+    assert all(i.lazy for i in ours() if room(i.module) == "t5x_plugin" and i.importer == "perex_t5x.bench.t5x")

@@ -7,7 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from perex_t5x import bench, bench_engine, bench_zoo, zoo
+from perex_t5x import bench, zoo
+from perex_t5x.bench import engine
+from perex_t5x.bench import zoo as bench_zoo
 from perex_t5x.bench.turns import in_turns
 from perex_t5x.errors import ConfigError
 from tests import tiny
@@ -40,7 +42,7 @@ def test_the_training_loop_beside_a_bare_one(capsys, tmp_path):
 
 
 def test_the_engine_beside_its_alternatives(capsys):
-    (result,) = bench_engine.benchmark_engine(["mlp"], rounds=2, microbatches=["4", "7"], examples=2, layers=2)
+    (result,) = engine.benchmark_engine(["mlp"], rounds=2, microbatches=["4", "7"], examples=2, layers=2)
     out, summary = capsys.readouterr()
     assert json.loads(out) == result and "surgery" in summary
     rows = result["programs"]
@@ -48,7 +50,7 @@ def test_the_engine_beside_its_alternatives(capsys):
     assert rows["plain"]["time_all_at_once"] == rows["plain"]["time_at_best"] == rows["plain"]["temp_at_best"] == 1
     assert all(row["best_microbatch"] in (None, 4) for row in rows.values())  # 7 does not divide 16
     with pytest.raises(ConfigError, match="--engine=scaned: .* Did you mean 'scanned'"):
-        bench_engine.benchmark_engine(["scaned"])
+        engine.benchmark_engine(["scaned"])
 
 
 def test_losses_of_the_zoo(capsys, tmp_path):
