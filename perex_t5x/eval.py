@@ -29,7 +29,7 @@ from perex_t5x.inference import check_params, paths_to_restore, restore_params
 from perex_t5x.models.protocol import Model
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.trainer import Trainer
-from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig
+from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig, log_ignored
 
 
 def evaluate(
@@ -63,12 +63,14 @@ def evaluate(
       train_state_initializer_cls, train_eval_get_dataset_fn, use_orbax: T5X's, without effect.
       dry_run: stop after all checks.
     """
-    arguments.check("evaluate", arguments.hints(evaluate), dict(locals()))
-    gin_utils.log_unused(
-        "evaluate",
-        {"train_state_initializer_cls": train_state_initializer_cls is not None, "use_orbax": use_orbax is not True}
-        | {"train_eval_get_dataset_fn": train_eval_get_dataset_fn is not None},
-    )
+    given = dict(locals())
+    arguments.check("evaluate", arguments.hints(evaluate), given)
+    ignored = {
+        "train_state_initializer_cls": (None, "restore_checkpoint_cfg says what is read"),
+        "train_eval_get_dataset_fn": (None, "examples are those of the SeqIO task in dataset_cfg"),
+        "use_orbax": (True, "a checkpoint is read in the format that it has"),
+    }
+    log_ignored("evaluate", given, ignored)
     with gin_utils.building():
         paths = distributed.from_process_0("checkpoints", lambda: paths_to_restore(restore_checkpoint_cfg))
         lookup.verify_matching_vocabs(dataset_cfg, model)

@@ -18,7 +18,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gin
@@ -40,7 +40,6 @@ __all__ = [
     "call",
     "configured",
     "find_file",
-    "log_unused",
     "parse_gin_flags",
     "rewrite_gin_args",
     "shipped_gin_dir",
@@ -309,13 +308,6 @@ def call(function: Callable[..., Any], **given: Any) -> Any:
             raise ConfigError(f"Nothing is bound to {bindings}. The Gin files in runs/ bind all that is needed.")
         inspect.signature(function).bind(**bound)
     return function(**bound)
-
-
-def log_unused(owner: str, given: Mapping[str, bool]) -> None:
-    """One line in the log for arguments of T5X's that have no effect here, of those that are given."""
-    names = ", ".join(name for name, is_given in given.items() if is_given)
-    if names:
-        logging.info("%s: %s: accepted, as T5X has it, and without effect here.", owner, names)
 
 
 def configured(function: Callable[..., Any]) -> Callable[..., Any]:

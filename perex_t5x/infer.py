@@ -41,7 +41,7 @@ from perex_t5x.inference_files import (
 )
 from perex_t5x.models import protocol
 from perex_t5x.partitioning import PjitPartitioner
-from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig
+from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig, log_ignored
 
 
 def infer(
@@ -99,14 +99,16 @@ def infer(
       random_seed: of the samples.
       dry_run: stop after all checks.
     """
+    given = dict(locals())
     import seqio
 
-    arguments.check("infer", arguments.hints(infer), dict(locals()))
-    gin_utils.log_unused(
-        "infer",
-        {"checkpoint_ds_iter": checkpoint_ds_iter is not True, "use_orbax": use_orbax is not True}
-        | {"train_state_initializer_cls": train_state_initializer_cls is not None},
-    )
+    arguments.check("infer", arguments.hints(infer), given)
+    ignored = {
+        "checkpoint_ds_iter": (True, "an inference resumes by counting its examples"),
+        "train_state_initializer_cls": (None, "restore_checkpoint_cfg says what is read"),
+        "use_orbax": (True, "a checkpoint is read in the format that it has"),
+    }
+    log_ignored("infer", given, ignored)
     fn = functools.partial(_run, model, mode)
     with gin_utils.building():
         if shard_id >= num_shards:

@@ -19,7 +19,7 @@ from perex_t5x.data.feed import batch_spec
 from perex_t5x.errors import ConfigError
 from perex_t5x.models import protocol
 from perex_t5x.trainer import Trainer, TrainState
-from perex_t5x.utils import CheckpointConfig
+from perex_t5x.utils import CheckpointConfig, log_ignored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +117,12 @@ def make_actions(args: types.SimpleNamespace) -> Actions:
 
 def check_arguments_of_t5x(args: types.SimpleNamespace) -> None:
     """One line for what has no effect here; refused is what would change the run if it were left out."""
-    for name, default, why in (
-        ("use_hardware_rng", False, "dropout masks are drawn per example"),
-        ("concurrent_metrics", True, "metrics are always written in a thread, and actions see them all the same"),
-        ("use_orbax", True, "checkpoints are always Orbax's"),
-    ):
-        if getattr(args, name) != default:
-            logging.warning("train.%s = %s is ignored: %s.", name, getattr(args, name), why)
+    ignored = {
+        "use_hardware_rng": (False, "dropout masks are drawn per example"),
+        "concurrent_metrics": (True, "metrics are always written in a thread, and actions see them all the same"),
+        "use_orbax": (True, "checkpoints are always Orbax's"),
+    }
+    log_ignored("train", vars(args), ignored)
     for name, instead in (
         ("get_dataset_fn", "register a SeqIO task, and give its name to DatasetConfig.mixture_or_task_name"),
         ("train_eval_get_dataset_fn", "register a SeqIO task, and give its name to train_eval/DatasetConfig"),

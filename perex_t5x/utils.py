@@ -29,11 +29,17 @@ FeedKind = Literal["auto", "cached", "streaming"]
 FEEDS = get_args(FeedKind)
 
 
-def ignored(owner: str, values: Any, defaults: Mapping[str, Any], why: str) -> None:
-    """One line in the log for each attribute that is not its default, and has no effect here."""
-    for name, default in defaults.items():
-        if getattr(values, name) != default:
-            logging.info("%s.%s = %r is ignored: it %s.", owner, name, getattr(values, name), why)
+def log_ignored(owner: str, given: Mapping[str, Any], ignored: Mapping[str, tuple[Any, str]]) -> None:
+    """One line in the log for each argument of T5X's that has no effect here, where it is not its default.
+
+    Args:
+      owner: whose argument it is, in Gin.
+      given: arguments by name.
+      ignored: name -> (default, why it has no effect).
+    """
+    for name, (default, why) in ignored.items():
+        if given[name] != default:
+            logging.info("%s.%s = %r is ignored: %s.", owner, name, given[name], why)
 
 
 @dataclass
@@ -89,8 +95,12 @@ class DatasetConfig:
                 "DatasetConfig.runtime_preprocessors are AirIO's, and a SeqIO task would be read without them: give the "
                 "task itself these preprocessors."
             )
-        ignored("DatasetConfig", self, {"use_memory_cache": True}, "is what DatasetConfig.feed says here")
-        ignored("DatasetConfig", self, {"num_prefetch_threads": None, "num_workers": 0}, "is AirIO's")
+        ignored = {
+            "use_memory_cache": (True, "DatasetConfig.feed says what is kept in memory"),
+            "num_prefetch_threads": (None, "it is AirIO's"),
+            "num_workers": (0, "it is AirIO's"),
+        }
+        log_ignored("DatasetConfig", vars(self), ignored)
         if self.use_custom_packing_ops:
             raise ConfigError("DatasetConfig.use_custom_packing_ops = True is not supported: set it to False.")
 
@@ -140,10 +150,8 @@ class SaveCheckpointConfig:
 
     def __post_init__(self) -> None:
         arguments.check_fields(self)
-        if self.keep_dataset_checkpoints is not None:
-            logging.info(
-                "SaveCheckpointConfig.keep_dataset_checkpoints is ignored: every checkpoint has its data position."
-            )
+        ignored = {"keep_dataset_checkpoints": (None, "every checkpoint has its position in the data")}
+        log_ignored("SaveCheckpointConfig", vars(self), ignored)
         for made_by in (self.checkpointer_cls, self.checkpoint_manager_cls):
             if isinstance(made_by, type) and issubclass(made_by, SaveBestCheckpointer):
                 for name, value in made_by().settings(self.keep).items():
@@ -202,9 +210,8 @@ class RestoreCheckpointConfig:
                 "RestoreCheckpointConfig.state_transformation_fns is not supported: rename and leave out with "
                 "RestoreCheckpointConfig.assignment_map, or write the transformed checkpoint with a script of your own."
             )
-        ignored(
-            "RestoreCheckpointConfig", self, {"restore_dataset": False}, "has no effect on another run's checkpoint"
-        )
+        ignored = {"restore_dataset": (False, "of another run's checkpoint the position in its data is never taken")}
+        log_ignored("RestoreCheckpointConfig", vars(self), ignored)
         if isinstance(self.path, list | tuple):
             if len(self.path) > 1:
                 raise ConfigError("RestoreCheckpointConfig.path: give one path.")

@@ -40,6 +40,7 @@ from perex_t5x.partitioning.rules import (
     only_axes,
     standard_logical_axis_rules,
 )
+from perex_t5x.utils import log_ignored
 
 
 class PjitPartitioner:
@@ -85,10 +86,12 @@ class PjitPartitioner:
             dcn_mesh_shape,
             list(devices) if devices is not None else _devices_of(backend),
         )
-        if not params_on_devices:
-            logging.info("PjitPartitioner.params_on_devices = False is ignored: parameters are kept on the devices.")
-        if use_cpu_pjit is not None:
-            logging.info("PjitPartitioner.use_cpu_pjit is ignored: CPUs run the same programs as other devices.")
+        ignored = {
+            "params_on_devices": (True, "parameters are kept on the devices"),
+            "use_cpu_pjit": (None, "CPUs run the same programs as other devices"),
+        }
+        given = {"params_on_devices": params_on_devices, "use_cpu_pjit": use_cpu_pjit}
+        log_ignored("PjitPartitioner", given, ignored)
 
     @property
     def data_parallel_size(self) -> int:
