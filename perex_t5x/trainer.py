@@ -170,7 +170,7 @@ class Trainer:
         """
         rate = self.learning_rate_fn(state.step) if learning_rate is None else learning_rate
         gradient = self.gradient(state, batch)
-        with optimizers.surroundings(self._boxed_params, state.step):
+        with optimizers.run_context(self._boxed_params, state.step):
             updates, opt_state = self.optimizer.update(
                 gradient.mean, state.opt_state, state.params, rate, statistics=gradient.statistics
             )
@@ -201,12 +201,12 @@ class Trainer:
 
     def needs(self, params: Any) -> tuple[str | Statistic, ...]:
         """The statistics that the optimizer reads; `params` may be shapes."""
-        with optimizers.surroundings(self._boxed_params):
+        with optimizers.run_context(self._boxed_params):
             return optimizers.needs_of(self.model.optimizer_def, params)
 
     def privacy(self, params: Any) -> optimizers.Privacy | None:
         """What a private optimizer asks for; `params` may be shapes."""
-        with optimizers.surroundings(self._boxed_params):
+        with optimizers.run_context(self._boxed_params):
             return optimizers.privacy_of(self.model.optimizer_def, params)
 
     def has_plain_gradient(self, params: Any) -> bool:
@@ -247,7 +247,7 @@ class Trainer:
         params_key, run_key = jax.random.split(seed_key)
         boxed = self.model.get_initial_variables(params_key, input_shapes)["params"]
         params = nn.meta.unbox(boxed)
-        with optimizers.surroundings(boxed):
+        with optimizers.run_context(boxed):
             opt_state = self.optimizer.init(params)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
@@ -420,7 +420,7 @@ class Trainer:
         clip_norm = self.gradient_options(params).clip_norm
         bound = None if clip_norm is None else Sensitivity(clip_norm)
         statistics = GradStatistics(averages, one, np.int32(1), one, one, self.options.group_size, sensitivity=bound)
-        with optimizers.surroundings(self._boxed_params):
+        with optimizers.run_context(self._boxed_params):
             return self.optimizer.update(params, opt_state, params, one, statistics=statistics)
 
 

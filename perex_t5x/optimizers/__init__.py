@@ -35,8 +35,8 @@ from perex_t5x.optimizers.differential_privacy import dp, dp_epsilon
 from perex_t5x.optimizers.learning_rate import RateDriven, drive_learning_rate
 from perex_t5x.optimizers.moments import scale_by_moments, second_moment
 from perex_t5x.optimizers.operand_family import micro_clip, micro_lion
+from perex_t5x.optimizers.run_context import run_context
 from perex_t5x.optimizers.sign_family import micro_sign, scale_by_sign, sign_ema, sign_sgd
-from perex_t5x.optimizers.surroundings import surroundings
 
 __all__ = [
     "MultiOptimizer",
@@ -74,6 +74,7 @@ __all__ = [
     "privacy_of",
     "radam",
     "rmsprop",
+    "run_context",
     "scale_by_eve",
     "scale_by_moments",
     "scale_by_sign",
@@ -81,7 +82,6 @@ __all__ = [
     "sgd",
     "sign_ema",
     "sign_sgd",
-    "surroundings",
     "wrap_optax_optimizer",
     "yogi",
 ]

@@ -21,7 +21,7 @@ from perex_t5x import arguments
 from perex_t5x.arguments import Count, Interval
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.optimizers.checks import Decay, DType, Rate, check_number
-from perex_t5x.optimizers.surroundings import logical_axes, name_of, run_step
+from perex_t5x.optimizers.run_context import logical_axes, name_of, run_step
 
 __all__ = ["HEURISTIC_RULE", "Adafactor", "AdafactorState", "FactorDim", "HParamMap", "standard_logical_factor_rules"]
 

@@ -20,7 +20,7 @@ import optax
 
 from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.optimizers.checks import Rate
-from perex_t5x.optimizers.surroundings import name_of
+from perex_t5x.optimizers.run_context import name_of
 
 
 class CombinedTransformation(optax.GradientTransformationExtraArgs):

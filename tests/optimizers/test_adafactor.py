@@ -192,14 +192,14 @@ def after_three_steps(setting):
     driven = optimizers.drive_learning_rate(
         lambda learning_rate: adafactor.Adafactor(learning_rate, **SETTINGS[setting])
     )
-    with optimizers.surroundings(axes):
+    with optimizers.run_context(axes):
         state = driven.init(params)
     for t in range(3):
         grads = {name: wave(SHAPES[name], 10 * t + i, 0.1 * (1 + i + t)) for i, name in enumerate(names)}
         if setting == "nan" and t == 1:
             grads = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.nan), grads)
         step = FIRST_STEP[setting] + t if setting in FIRST_STEP else None
-        with optimizers.surroundings(axes, step):
+        with optimizers.run_context(axes, step):
             updates, state = driven.update(grads, state, params, jnp.float32(0.02 / (1 + t)))
         params = optax.apply_updates(params, updates)
     return params, state
@@ -224,7 +224,7 @@ def test_each_layer_of_a_stack_is_its_own_parameter():
     optimizer = adafactor.Adafactor(0.1, **rules)
 
     def step(params, grads, axes):
-        with optimizers.surroundings(axes):
+        with optimizers.run_context(axes):
             return optimizer.update(grads, optimizer.init(params), params)[0]
 
     stack, g = wave((2, 4, 6), 0, 1.0) * jnp.array([1.0, 5.0])[:, None, None], wave((2, 4, 6), 3, 1.0)
@@ -283,7 +283,7 @@ def test_adafactor_is_that_of_optax_where_it_is_the_same_function():
     ],
 )
 def test_what_adafactor_refuses(arguments, axes, message):
-    with pytest.raises(ConfigError, match=message), optimizers.surroundings(axes and {"w": axes}):
+    with pytest.raises(ConfigError, match=message), optimizers.run_context(axes and {"w": axes}):
         adafactor.Adafactor(0.1, **arguments).init({"w": jnp.zeros((2, 4, 6))})
 
 

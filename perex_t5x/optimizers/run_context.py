@@ -1,7 +1,7 @@
 """What an optimizer may know of the run around it, beside gradients and parameters: logical axes, and the run's step.
 
 optax hands neither to a transformation's `init`, and its wrappers (`chain`, `multi_transform`) pass on parameters alone. So
-the trainer enters `surroundings` while it traces, and a transformation asks here. A loop of one's own may do so, too.
+the trainer enters `run_context` while it traces, and a transformation asks here. A loop of one's own may do so, too.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jax.tree_util import keystr
 Axes = tuple[str | None, ...]
 
 
-class _Surroundings(NamedTuple):
+class _RunContext(NamedTuple):
     axes: Mapping[str, Axes] | None = None
     step: Any = None
 
 
-_NOWHERE = _Surroundings()
-_current: contextvars.ContextVar[_Surroundings] = contextvars.ContextVar("surroundings", default=_NOWHERE)
+_NOWHERE = _RunContext()
+_current: contextvars.ContextVar[_RunContext] = contextvars.ContextVar("run_context", default=_NOWHERE)
 
 
 def name_of(path: Any) -> str:
@@ -32,7 +32,7 @@ def name_of(path: Any) -> str:
 
 
 @contextlib.contextmanager
-def surroundings(boxed_params: Any = None, step: Any = None) -> Iterator[None]:
+def run_context(boxed_params: Any = None, step: Any = None) -> Iterator[None]:
     """Context in which optimizers know the logical axes of parameters, and the run's step.
 
     Args:
@@ -40,7 +40,7 @@ def surroundings(boxed_params: Any = None, step: Any = None) -> Iterator[None]:
         of names; what else is in it has no known axes. None: nothing is known.
       step: of the run, from 0; None: optimizers count by themselves.
 
-    >>> with surroundings({"w": ("embed", "mlp")}):
+    >>> with run_context({"w": ("embed", "mlp")}):
     ...     logical_axes("w"), logical_axes("b"), run_step()
     (('embed', 'mlp'), None, None)
     >>> logical_axes("w") is None
@@ -54,7 +54,7 @@ def surroundings(boxed_params: Any = None, step: Any = None) -> Iterator[None]:
     if boxed_params is not None:
         leaves = jax.tree_util.tree_leaves_with_path(boxed_params, is_leaf=is_named)
         axes = {name_of(path): tuple(getattr(x, "names", x)) for path, x in leaves if is_named(x)}
-    token = _current.set(_Surroundings(axes, step))
+    token = _current.set(_RunContext(axes, step))
     try:
         yield
     finally:
