@@ -1,6 +1,7 @@
 """Set before jax is imported: 8 fake CPU devices, a compilation cache, and no silent broadcasting of ranks."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -8,8 +9,11 @@ import sys
 import tempfile
 
 _FAKE_DEVICES = "--xla_force_host_platform_device_count=8"
-# Tests compile much and compute little: without these two they take half as long again.
-_FAST_COMPILES = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+# Tests compile much and compute little: without these they take half as long again. (Two workers keep two cores busy, so
+# that a program in 32 parts gains nothing.)
+_FAST_COMPILES = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 if "jax" in sys.modules and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     raise RuntimeError("jax was imported before tests/conftest.py could ask for 8 CPU devices")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAKE_DEVICES} {_FAST_COMPILES}".strip()
@@ -41,6 +45,13 @@ import pytest  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def pytest_collection_finish():
+    """What the imports made, a million objects of TensorFlow's and others, is not looked through for garbage again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)

@@ -118,6 +118,7 @@ def test_a_recorder_counts_every_moment_once(tmp_path, clock):
     assert goodput.summary(tmp_path / "elsewhere") == "" and Recorder().goodput().attempts == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed(tmp_path):
     code = f"""
 import os, signal, time

@@ -420,6 +420,7 @@ def test_bad_configuration_fails_before_the_first_compile(tmp_path, monkeypatch,
         tiny.train(tmp_path, *bindings)
 
 
+@pytest.mark.slow
 def test_a_trace_and_the_program_are_written(tmp_path):
     # In a process of its own: the profiler crashes where other tests have loaded the TPU compiler without a TPU.
     bindings = ("TRAIN_STEPS = 4", "train_script.train.profile_steps = (2, 3)", "train_script.train.dump_hlo = True")

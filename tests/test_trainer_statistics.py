@@ -115,6 +115,7 @@ def test_a_plain_optimizer_has_the_plain_step():
     assert str(jax.make_jaxpr(micro.train_step)(state, batch)) != ours
 
 
+@pytest.mark.slow
 def test_clipping_every_example_works_for_adam_too():
     clip = float(np.median(expected()["norms"]))
     trainer = make_trainer(optax.adamw, DROPOUT, clip_norm=clip)

@@ -41,6 +41,7 @@ def test_the_training_loop_beside_a_bare_one(capsys, tmp_path):
     assert result["tokens_per_second"] == pytest.approx(8 * 16 * result["steps_per_second"])
 
 
+@pytest.mark.slow
 def test_the_engine_beside_its_alternatives(capsys):
     (result,) = engine.benchmark_engine(["mlp"], rounds=2, microbatches=["4", "7"], examples=2, layers=2)
     out, summary = capsys.readouterr()

@@ -58,7 +58,7 @@ def whole(trials):
     return trials.reference(SETTINGS["cached"])
 
 
-@pytest.mark.parametrize("fault", ["flip_arrays", "torn_metrics"])
+@pytest.mark.parametrize("fault", ["flip_arrays"])  # all of them are slow: below
 def test_trials_of_damaged_folders_are_good(trials, fault):
     result = trials.run(1, FAULTS[fault], "cached")
     assert result.good and result.resumed == "resumed at step 4", result

@@ -345,7 +345,7 @@ FSDP = {"logical_axis_rules": standard_logical_axis_rules(parameter_partitioning
     [
         pytest.param("'NUM_REAL_TARGET_TOKENS'", {}, marks=pytest.mark.slow),
         ("'AVERAGE_PER_SEQUENCE'", {"num_microbatches": 2, "mesh": (4, 2)}),
-        ("'NUM_REAL_TARGET_TOKENS'", {"fsdp": True}),
+        pytest.param("'NUM_REAL_TARGET_TOKENS'", {"fsdp": True}, marks=pytest.mark.slow),
         pytest.param("None", {"mesh": (8, 1)}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -415,6 +415,7 @@ def test_trainers_that_would_not_be_private_are_refused_before_compiling(argumen
     trainer.abstract_state({k: v.shape for k, v in tiny.random_batch(BATCH).items()})
 
 
+@pytest.mark.slow
 def test_a_run_resumes_to_the_bit(tmp_path):
     files = ("models/tiny.gin", "runs/pretrain.gin", "optimizers/dp_adamw.gin")
     bindings = (

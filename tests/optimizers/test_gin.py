@@ -35,8 +35,8 @@ def test_which_are_shipped():
     } == set(SHIPPED)  # fmt: skip
 
 
-# Of each kind one: the mean alone, statistics, operands, noise. The others are slow, and configured by the test below.
-QUICK = ("adafactor", "dp_adamw", "micro_adam_msq", "micro_lion")
+# Of two kinds one: operands, noise. The others are slow, and configured by the test below; most tests train with micro_adam.
+QUICK = ("dp_adamw", "micro_lion")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ GENERAL = {  # on 8 devices: mesh, and how an MLP's first kernel (embed, mlp) is
     "multislice": ((2, 4, 1), P("data", None, "model")),
 }
 SHIPPED = {p.stem: p for p in sorted((Path(gin_utils.shipped_gin_dir()) / "meshes").glob("*.gin"))}
-LARGE = ("tpu7x_128",)  # slow to compile for
+# Compiled for by default: one axis, all axes, a torus of two and of three dimensions, slices of several.
+COMPILED = ("tp", "multislice", "v5e_256", "v5p_128")
 PODS = [name for name in SHIPPED if name not in GENERAL]
 needs_libtpu = pytest.mark.skipif(not has_libtpu(), reason="libtpu is not installed (extra 'tpu')")
 
@@ -52,7 +53,7 @@ def test_general_meshes(name):
     assert len(moments) >= 2  # Adam's two lie where the parameter lies
 
 
-@pytest.mark.parametrize("name", list(GENERAL))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "fsdp_tp" else pytest.mark.slow) for n in GENERAL])
 def test_general_meshes_train(name, tmp_path):
     last, state = tiny.train(tmp_path, "TRAIN_STEPS = 1", files=(*FILES, f"meshes/{name}.gin"))
     assert last == 1
@@ -95,7 +96,7 @@ def test_pods(name):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LARGE else ()) for n in SHIPPED])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in COMPILED else pytest.mark.slow) for n in SHIPPED])
 def test_they_compile(name):
     """For the file's own slice; those that name none for 8 chips, or two times 4."""
     wide = ("models.T5Config.emb_dim = 256", "models.T5Config.mlp_dim = 256", "models.T5Config.num_decoder_layers = 1")

@@ -48,6 +48,7 @@ def test_against_the_loop(name):
         np.testing.assert_allclose(per_unit.values.mean(), batch_loss, rtol=rtol)
 
 
+@pytest.mark.slow
 def test_large_cases_are_the_same_losses():
     """Abstractly: same parameters' names, larger shapes, a scalar loss."""
     for name in zoo.NAMES:

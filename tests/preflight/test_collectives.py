@@ -64,6 +64,7 @@ def run(*flags):
 RUN = ("--gin_file=models/tiny.gin", "--gin_file=runs/pretrain.gin", "--gin.TASK_FEATURE_LENGTHS={'targets': 16}")
 
 
+@pytest.mark.slow
 def test_the_command_on_fake_devices():
     done = run(*RUN, "--gin_file=meshes/dp.gin", "--gin.BATCH_SIZE=16", "--devices=4", "--markdown")
     assert done.returncode == 0, done.stderr

@@ -149,7 +149,10 @@ def test_the_line_while_working(tmp_path):
 @needs_libtpu
 @pytest.mark.parametrize(
     "topology,devices,peak",
-    [("v5e:2x2", 4, 4 * 197e12), ("tpu7x:2x2x1", 8, 4 * 2307e12)],  # a TPU7x chip is two devices
+    [
+        pytest.param("v5e:2x2", 4, 4 * 197e12, marks=pytest.mark.slow),
+        ("tpu7x:2x2x1", 8, 4 * 2307e12),  # a TPU7x chip is two devices
+    ],
 )
 def test_a_slice(topology, devices, peak):
     _, _, found = measured(step.CompileTarget(topology), mesh="dp", layers=1)

@@ -164,6 +164,7 @@ def test_signs_of_heavy_tails_are_early_right():
     assert found["batch"]["k"] == 64 and "wrong" not in found["batch"]
 
 
+@pytest.mark.slow
 def test_signs_are_measured_after_the_warm_up_and_at_the_end(tmp_path):
     (run,) = plan(seeds=[0]).runs
     measured = sign_placement.along_training(run, [16], examples=64)

@@ -157,6 +157,7 @@ def test_crash_of_one_run_does_not_stop_the_others_and_is_tried_again(tmp_path, 
     assert [r.status for r in run(made, tmp_path)] == ["done"] * 3
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_is_made_up_for_before_there_is_a_result(tmp_path, monkeypatch):
     made, evaluate = plan(), TrainEvaluator.evaluate
 
@@ -195,6 +196,7 @@ def test_configurations_that_need_a_process_of_their_own(tmp_path):
         run(plan(), tmp_path / "b", parallel=0)
 
 
+@pytest.mark.slow
 def test_killed_sweep_loses_no_finished_run_and_repeats_none(tmp_path):
     changes, factors = (
         ["TRAIN_STEPS = 40"],
