@@ -37,8 +37,9 @@ too; times are ratios to it, with quartiles. Temporary memory is the compiler's.
 The fourth does so for the losses of `perex_t5x.zoo` (or some: --zoo='weight_*,lstm'), with the least time of the rounds, and
 writes a table that marks the losses where `vmap` or `micro_grad` needs less time or memory than the engine.
 
-The fifth, where T5X is installed, does so for training steps of T5X's example models: with T5X's own trainer and adamw, and
-with ours (`perex_t5x.t5x_plugin`); times are ratios to the former, the median of the rounds' ratios.
+The fifth, where T5X is installed, does so for training steps of T5X's example models: with T5X's own trainer and adamw; with
+ours inside T5X (`perex_t5x.t5x_plugin`); and outside of it, our trainer with our models of the same architectures and sizes.
+Times are ratios to the first, the median of the rounds' ratios.
 
 Whatever is compared takes turns in every round. Cycles on a TPU, without one: `python -m perex_t5x.preflight.overhead`.
 """

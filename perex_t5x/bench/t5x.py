@@ -1,9 +1,11 @@
-"""Wall-clock time of training steps inside T5X, with its own trainer and with ours: `python -m perex_t5x.bench --t5x=...`"""
+"""Time of training steps inside T5X, with its own trainer and with ours, and of the same models outside of T5X, in our own
+trainer: `python -m perex_t5x.bench --t5x=...`"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import statistics
 import sys
@@ -16,7 +18,10 @@ import numpy as np
 
 from perex_t5x.bench.turns import in_turns
 from perex_t5x.errors import ConfigError, did_you_mean
+from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.train import timed
+from perex_t5x.trainer import Trainer
+from perex_t5x.training_setup import Setup
 
 MODELS = ("decoder_only", "encoder_decoder")
 OWN_STEP = "t5x adamw"  # the baseline: T5X's trainer, and its own wrapper of `optax.adamw`
@@ -77,7 +82,7 @@ def benchmark_t5x(
         print(json.dumps(result), flush=True)
         for kind, ratio in result["time"].items():
             processor_ratio = result["processor_time"][kind]
-            line = f"  {name:15} {kind:23} time {ratio:.3f}  processor time {processor_ratio:.3f}"
+            line = f"  {name:15} {kind:32} time {ratio:.3f}  processor time {processor_ratio:.3f}"
             print(line, file=sys.stderr, flush=True)
         results.append(result)
         for trainer in trainers.values():
@@ -104,7 +109,7 @@ def _trainers(name: str, size: Size) -> tuple[Iterator[Any], dict[str, Any]]:
     import t5x.trainer
     from t5x import partitioning, utils
 
-    from perex_t5x import t5x_plugin
+    from perex_t5x import optimizers, t5x_plugin
 
     partitioner = _partitioner(partitioning)
     batch = _batch(name, size)
@@ -133,6 +138,9 @@ def _trainers(name: str, size: Size) -> tuple[Iterator[Any], dict[str, Any]]:
         "adamw, monitor": trainer(ours, t5x_plugin.PerExampleOptimizer(optax.adamw), monitor=True),
         "micro_adam": trainer(ours, t5x_plugin.micro_adam()),
         "micro_adam, all at once": trainer(ours, t5x_plugin.micro_adam(), microbatch_size=None),
+        "outside, adamw": _Outside(name, size, optax.adamw, batch),
+        "outside, micro_adam": _Outside(name, size, optimizers.micro_adam, batch, microbatch_size="auto"),
+        "outside, micro_adam, all at once": _Outside(name, size, optimizers.micro_adam, batch),
     }
 
     def feed() -> Iterator[Any]:
@@ -140,6 +148,59 @@ def _trainers(name: str, size: Size) -> tuple[Iterator[Any], dict[str, Any]]:
             yield batch
 
     return feed(), trainers
+
+
+class _Outside:
+    """Our own trainer with our own network of the same architecture and sizes, called as T5X's trainers are."""
+
+    def __init__(self, name: str, size: Size, optimizer_def: Any, batch: Mapping[str, Any], **options: Any):
+        trainer = Trainer(_own_model(name, size, optimizer_def), PjitPartitioner(num_partitions=1), 1e-3, **options)
+        spec = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in batch.items()}
+        setup = Setup(trainer, spec, *trainer.abstract_state({k: x.shape for k, x in spec.items()}))
+        self._step = trainer.compiled_step(setup.shapes, setup.shardings, spec)
+        self._state = setup.init(jax.random.key(0))
+        self._sharding = trainer.partitioner.data_sharding
+
+    def train(self, feed: Iterator[Mapping[str, np.ndarray]], steps: int) -> _Outside:
+        for batch in itertools.islice(feed, steps):
+            self._state, self._metrics = self._step(self._state, jax.device_put(batch, self._sharding))
+        return self
+
+    def result(self) -> Any:
+        return jax.device_get(self._metrics)
+
+    def close(self) -> None:
+        del self._state
+
+
+def _sizes(size: Size) -> dict[str, Any]:
+    return {
+        "vocab_size": size.vocabulary,
+        "emb_dim": size.width,
+        "num_heads": size.heads,
+        "head_dim": size.width // size.heads,
+        "mlp_dim": size.mlp,
+        "mlp_activations": ("gelu", "linear"),
+        "logits_via_embedding": False,
+        "dropout_rate": 0.0,
+    }
+
+
+_LOSS = {"loss_normalizing_factor": "NUM_REAL_TARGET_TOKENS", "z_loss": 1e-4}
+
+
+def _own_model(name: str, size: Size, optimizer_def: Any) -> Any:
+    import seqio
+
+    from perex_t5x import models
+
+    vocabulary = seqio.ByteVocabulary()
+    if name == "decoder_only":
+        module = models.DecoderWrapper(models.TransformerConfig(num_layers=size.layers, **_sizes(size)))
+        return models.DecoderOnlyModel(module, vocabulary, optimizer_def, **_LOSS)
+    layers = {"num_encoder_layers": size.layers, "num_decoder_layers": size.layers}
+    module = models.Transformer(models.T5Config(positions="relative", **layers, **_sizes(size)))
+    return models.EncoderDecoderModel(module, vocabulary, vocabulary, optimizer_def, **_LOSS)
 
 
 def _partitioner(partitioning: Any) -> Any:
@@ -158,24 +219,15 @@ def _model(name: str, size: Size, optimizer_def: Any) -> Any:
     from t5x import models
 
     vocabulary = seqio.ByteVocabulary()
-    sizes = {
-        "vocab_size": size.vocabulary,
-        "emb_dim": size.width,
-        "num_heads": size.heads,
-        "head_dim": size.width // size.heads,
-        "mlp_dim": size.mlp,
-        "dropout_rate": 0.0,
-    }
-    how = {"loss_normalizing_factor": "NUM_REAL_TARGET_TOKENS", "z_loss": 1e-4}
     if name == "decoder_only":
         from t5x.examples.decoder_only import network
 
-        module = network.DecoderWrapper(network.TransformerConfig(num_layers=size.layers, **sizes))
-        return models.DecoderOnlyModel(module, vocabulary, optimizer_def, **how)
+        module = network.DecoderWrapper(network.TransformerConfig(num_layers=size.layers, **_sizes(size)))
+        return models.DecoderOnlyModel(module, vocabulary, optimizer_def, **_LOSS)
     from t5x.examples.t5 import network
 
-    config = network.T5Config(num_encoder_layers=size.layers, num_decoder_layers=size.layers, **sizes)
-    return models.EncoderDecoderModel(network.Transformer(config), vocabulary, vocabulary, optimizer_def, **how)
+    config = network.T5Config(num_encoder_layers=size.layers, num_decoder_layers=size.layers, **_sizes(size))
+    return models.EncoderDecoderModel(network.Transformer(config), vocabulary, vocabulary, optimizer_def, **_LOSS)
 
 
 def _batch(name: str, size: Size) -> dict[str, np.ndarray]:
