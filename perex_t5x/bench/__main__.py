@@ -102,7 +102,7 @@ def main(args: Any) -> int | None:
 def _load() -> Callable[..., Any]:
     from perex_t5x import bench
 
-    sys.modules["__main__"].benchmark = bench.benchmark  # where ported Gin files look for it
+    vars(sys.modules["__main__"])["benchmark"] = bench.benchmark  # where ported Gin files look for it
     return bench.benchmark
 
 

@@ -1,5 +1,6 @@
 """Wall-clock time of training steps inside T5X, with its own trainer and with ours: `python -m perex_t5x.bench --t5x=...`"""
 
+# What is ignored below: where T5X is not installed, its name is that of this file.
 from __future__ import annotations
 
 import dataclasses
@@ -100,9 +101,9 @@ def _ratios(times: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
 def _trainers(name: str, size: Size) -> tuple[Iterator[Any], dict[str, Any]]:
     """Batches, and trainers by name."""
     import optax
-    import t5x.optimizers
-    import t5x.trainer
-    from t5x import partitioning, utils
+    import t5x.optimizers  # pyright: ignore[reportMissingImports]
+    import t5x.trainer  # pyright: ignore[reportMissingImports]
+    from t5x import partitioning, utils  # pyright: ignore[reportAttributeAccessIssue]
 
     from perex_t5x import t5x_plugin
 
@@ -155,7 +156,7 @@ def _partitioner(partitioning: Any) -> Any:
 
 def _model(name: str, size: Size, optimizer_def: Any) -> Any:
     import seqio
-    from t5x import models
+    from t5x import models  # pyright: ignore[reportAttributeAccessIssue]
 
     vocabulary = seqio.ByteVocabulary()
     sizes = {
@@ -168,11 +169,11 @@ def _model(name: str, size: Size, optimizer_def: Any) -> Any:
     }
     how = {"loss_normalizing_factor": "NUM_REAL_TARGET_TOKENS", "z_loss": 1e-4}
     if name == "decoder_only":
-        from t5x.examples.decoder_only import network
+        from t5x.examples.decoder_only import network  # pyright: ignore[reportMissingImports]
 
         module = network.DecoderWrapper(network.TransformerConfig(num_layers=size.layers, **sizes))
         return models.DecoderOnlyModel(module, vocabulary, optimizer_def, **how)
-    from t5x.examples.t5 import network
+    from t5x.examples.t5 import network  # pyright: ignore[reportMissingImports]
 
     config = network.T5Config(num_encoder_layers=size.layers, num_decoder_layers=size.layers, **sizes)
     return models.EncoderDecoderModel(network.Transformer(config), vocabulary, vocabulary, optimizer_def, **how)
