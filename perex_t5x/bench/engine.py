@@ -222,7 +222,11 @@ def measure_engine(
 
 
 def _ratio(value: int | None, base: int | None) -> float:
-    """NaN where memory is not known, or the baseline needs none."""
+    """NaN where memory is not known, or the baseline needs none.
+
+    >>> _ratio(3, 2), _ratio(3, None), _ratio(3, 0)
+    (1.5, nan, nan)
+    """
     return value / base if value is not None and base else math.nan
 
 
