@@ -9,7 +9,10 @@ python -m perex_t5x.bench --t5x=...             training inside T5X beside its o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from perex_t5x.bench.training_loop import benchmark
 
 __all__ = ["benchmark"]
 

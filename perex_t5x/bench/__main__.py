@@ -82,7 +82,7 @@ def main(args: Any) -> int | None:
 
         benchmark_zoo(args.zoo, args.rounds, args.table)
     elif args.t5x is not None:
-        from perex_t5x.bench.t5x import benchmark_t5x
+        from perex_t5x.bench.inside_t5x import benchmark_t5x
 
         benchmark_t5x(args.t5x, args.rounds, args.examples, args.layers)
     elif args.engine is not None:
@@ -103,7 +103,7 @@ def main(args: Any) -> int | None:
 def _load() -> Callable[..., Any]:
     from perex_t5x import bench
 
-    sys.modules["__main__"].benchmark = bench.benchmark  # where ported Gin files look for it
+    vars(sys.modules["__main__"])["benchmark"] = bench.benchmark  # where ported Gin files look for it
     return bench.benchmark
 
 

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from perex_t5x.errors import ConfigError
 
@@ -83,6 +83,7 @@ class Child:
             )
         except OSError as e:
             raise ConfigError(f"{python}: cannot be started: {e.strerror or e}.") from None
+        self._stdin, self._stdout = cast(IO[str], self._process.stdin), cast(IO[str], self._process.stdout)  # pipes
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
@@ -94,14 +95,14 @@ class Child:
     def ask(self, **question: Any) -> Any:
         """Its answer, a dictionary."""
         try:
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
+            self._stdin.write(json.dumps(question) + "\n")
+            self._stdin.flush()
         except OSError:
             raise ChildFailedError(self._last_words()) from None
         return self._answer()
 
     def _read(self) -> None:
-        for line in self._process.stdout:
+        for line in self._stdout:
             self._lines.put(line)
         self._lines.put(None)
 
@@ -126,7 +127,7 @@ class Child:
         self._process.kill()
         self._process.wait()
         self._reader.join()  # it holds the pipe until the process has ended
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self._stdin, self._stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
         self._stderr.close()

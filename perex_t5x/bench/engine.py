@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import json
+import math
 import statistics
 import sys
 import time
@@ -200,7 +201,7 @@ def measure_engine(
     in_turns(measures, 1)  # warm up
     times = in_turns(measures, rounds)
     median = {key: statistics.median(t) for key, t in times.items()}
-    best = {p: min((k for k in median if k[0] == p), key=median.get) for p, _ in compiled}
+    best = {p: min((k for k in median if k[0] == p), key=median.__getitem__) for p, _ in compiled}
     temp = {key: temp_bytes(program) for key, program in compiled.items()}
     rows = {}
     for program, fastest in best.items():
@@ -209,15 +210,24 @@ def measure_engine(
         rows[program] = {
             "time_all_at_once": median[whole] / median["plain", None],
             "spread_all_at_once": [q / median["plain", None] for q in (quartiles[0], quartiles[2])],
-            "temp_all_at_once": temp[whole] / temp["plain", None],
+            "temp_all_at_once": _ratio(temp[whole], temp["plain", None]),
             "best_microbatch": fastest[1],
             "time_at_best": median[fastest] / median[best["plain"]],
-            "temp_at_best": temp[fastest] / temp[best["plain"]],
+            "temp_at_best": _ratio(temp[fastest], temp[best["plain"]]),
             "trace": trace[program] / trace["plain"],
             "compile": compile_seconds[whole] / compile_seconds["plain", None],
             "seconds_all_at_once": median[whole],
         }
     return {"model": name, "examples": examples, "rounds": rounds, "programs": rows}
+
+
+def _ratio(value: int | None, base: int | None) -> float:
+    """NaN where memory is not known, or the baseline needs none.
+
+    >>> _ratio(3, 2), _ratio(3, None), _ratio(3, 0)
+    (1.5, nan, nan)
+    """
+    return value / base if value is not None and base else math.nan
 
 
 def _trace_seconds(make: Callable[[int | None], Callable[..., Any]], params: Any, batch: Any) -> float:

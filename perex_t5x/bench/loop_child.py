@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 WARM_UP = 2  # steps
 TASK = "python_stdlib_lm"
@@ -113,8 +113,10 @@ def t5x(clock: Clock, folder: str, batch_size: int, length: int, steps: int) -> 
     """T5X's own training, with its step timed."""
     import jax.numpy as jnp
     import seqio
-    from t5x import decoding, models, optimizers, partitioning, train, trainer, utils
-    from t5x.examples.decoder_only import network
+
+    # In an environment of its own; where there is none, the name is that of the file beside this one.
+    from t5x import decoding, models, optimizers, partitioning, train, trainer, utils  # pyright: ignore[reportMissingImports]
+    from t5x.examples.decoder_only import network  # pyright: ignore[reportMissingImports]
 
     from perex_t5x.data import tasks  # noqa: F401 registers the task
 
@@ -155,7 +157,7 @@ def t5x(clock: Clock, folder: str, batch_size: int, length: int, steps: int) -> 
         partitioner=partitioning.PjitPartitioner(
             num_partitions=1, logical_axis_rules=partitioning.standard_logical_axis_rules()
         ),
-        trainer_cls=functools.partial(Timed, num_microbatches=None, learning_rate_fn=rate),
+        trainer_cls=functools.partial(cast(Any, Timed), num_microbatches=None, learning_rate_fn=rate),
         model_dir=folder,
         total_steps=steps,
         eval_steps=0,
@@ -176,7 +178,7 @@ def main() -> None:
             bare(clock, batch_size, length, steps)
         elif kind == "t5x":
             t5x(clock, folder, batch_size, length, steps)
-            import t5x as package
+            import t5x as package  # pyright: ignore[reportMissingImports]
 
             versions["t5x"] = getattr(package, "__version__", "?")
         elif kind == "quickstart":

@@ -100,7 +100,7 @@ def _micro_grad(statistic: str, loss: Loss, size: int | None) -> Program | None:
 def _jax_privacy(statistic: str, loss: Loss, size: int | None) -> Program | None:
     if statistic == MOMENTS or not is_installed("jax_privacy"):
         return None
-    from jax_privacy import clipping
+    from jax_privacy import clipping  # pyright: ignore[reportMissingImports] (optional: see `is_installed`)
 
     def run(params: Any, batch: jax.Array) -> Any:
         compute = clipping.clipped_grad(

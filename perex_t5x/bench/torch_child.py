@@ -6,6 +6,9 @@ FOLDER has the parameters and the batch that JAX uses, as .npy files. It imports
 nothing of this package, so that any environment with these will do.
 """
 
+# PyTorch and its libraries are in an environment of their own.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import gc

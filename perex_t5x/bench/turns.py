@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 _Name = TypeVar("_Name")
+_Value = TypeVar("_Value")
 
 
 def in_turns(
-    measures: Mapping[_Name, Callable[[], float]], rounds: int, note: Callable[[str], None] = lambda _: None
-) -> dict[_Name, list[float]]:
+    measures: Mapping[_Name, Callable[[], _Value]], rounds: int, note: Callable[[str], None] = lambda _: None
+) -> dict[_Name, list[_Value]]:
     """Calls every measure once per round; returns the rounds' values by name, and tells `note` which round begins.
 
     Whichever goes first may find a cooler machine, so the order alternates, too.
@@ -21,7 +22,7 @@ def in_turns(
     >>> in_turns({"a": lambda: 1.0, "b": lambda: 2.0}, rounds=2)
     {'a': [1.0, 1.0], 'b': [2.0, 2.0]}
     """
-    values: dict[_Name, list[float]] = {name: [] for name in measures}
+    values: dict[_Name, list[_Value]] = {name: [] for name in measures}
     for i in range(rounds):
         note(f"round {i + 1} of {rounds}")
         for name in list(measures)[:: 1 if i % 2 else -1]:

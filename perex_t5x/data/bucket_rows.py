@@ -75,8 +75,9 @@ def write(directory: str, chunks: Iterable[np.ndarray], dtype: np.dtype) -> None
         array = tensorstore.open(spec, create=True, open=True).result()
     sha, num_rows, writing = hashlib.sha256(), 0, None
     for rows in _parts(chunks, part):
-        sha.update(rows)
-        data = np.frombuffer(rows.tobytes(), np.uint8).reshape(len(rows), dtype.itemsize)
+        content = rows.tobytes()
+        sha.update(content)
+        data = np.frombuffer(content, np.uint8).reshape(len(rows), dtype.itemsize)
         with _explained(directory):
             if writing is not None:
                 writing.result()
@@ -141,8 +142,12 @@ class BucketStore:
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
         wanted = np.asarray(numbers) // self._block
-        blocks = {int(b): self._cache.read(int(b), self._rows_of(int(b))) if self._cache else None for b in set(wanted)}
-        missing = [b for b, data in blocks.items() if data is None]
+        distinct = {int(b) for b in wanted}
+        blocks: dict[int, bytes] = {}
+        if self._cache:
+            cached = {b: self._cache.read(b, self._rows_of(b)) for b in distinct}
+            blocks = {b: data for b, data in cached.items() if data is not None}
+        missing = [b for b in distinct if b not in blocks]
         with _explained(self._directory):
             reads = [self._array[b * self._block : b * self._block + self._rows_of(b)].read() for b in missing]
             for b, reading in zip(missing, reads, strict=True):

@@ -105,7 +105,7 @@ class CachedFeed(Feed):
 
     def _read(self, first: int, last: int) -> dict[str, np.ndarray]:
         """Rows at places first..last of the order; all-zero rows behind the end."""
-        end = last if self.num_steps is None else min(last, self.num_examples)
+        end = last if self.num_steps is None else min(last, int(self._starts[-1]))
         if end <= first:
             records = np.empty(0, self._stores[0].dtype)
         else:

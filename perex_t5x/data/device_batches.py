@@ -68,7 +68,7 @@ def make_global_batch(read: Callable[[int, int], Rows], spec: Spec, shardings: S
         return jax.device_put(rows, {name: shardings[name] for name in rows})
     ranges: dict[tuple[int, int], Rows] = {}
 
-    def shard(name: str, index: tuple[slice, ...]) -> np.ndarray:
+    def shard(name: str, index: Any) -> np.ndarray:  # slices; JAX's type has a None, too, which it never gives
         wanted = row_range(index, spec[name].shape[0])
         if wanted not in ranges:
             ranges[wanted] = read(*wanted)

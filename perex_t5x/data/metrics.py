@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 
-def text_and_tokens(output: Any, example: Mapping[str, Any] | None = None, is_target: bool = False):
+def text_and_tokens(output: Any, example: Mapping[str, Any] = MappingProxyType({}), is_target: bool = False):
     """Postprocessor: a target becomes {'text', 'tokens'}; a prediction stays as it is."""
     if not is_target:
         return output
     return {"text": output, "tokens": np.asarray(example["targets"])}
 
 
-def log_likelihood(targets: Sequence[Mapping[str, Any]], scores: Sequence[float]) -> dict:
+def log_likelihood(
+    targets: Sequence[Mapping[str, Any]], scores: Sequence[float] | tuple[Sequence[float], Any]
+) -> dict[str, float]:
     """Mean log likelihood of a sequence and of a token, and bits per byte of the text.
 
     bits_per_byte = −Σ log p / (ln 2 · Σ bytes): comparable between vocabularies. The bytes are
     those of the decoded text; a character cut by the end of a chunk is not counted.
     """
-    if isinstance(scores, tuple):  # (scores, intermediates), as some score functions give
-        scores = scores[0]
-    total = float(np.sum(np.asarray(scores, np.float64)))
+    per_sequence = scores[0] if isinstance(scores, tuple) else scores  # (scores, intermediates) of some score functions
+    total = float(np.sum(np.asarray(per_sequence, np.float64)))
     tokens = sum(int(np.count_nonzero(t["tokens"])) for t in targets)
     num_bytes = sum(len(t["text"].encode("utf-8", errors="replace")) for t in targets)
     return {

@@ -52,8 +52,8 @@ class EpochOrder:
         # Two epochs, for the batches that lie across their border.
         self._epoch = functools.lru_cache(maxsize=2)(self._permutation)
 
-    def _permutation(self, epoch: int) -> np.ndarray:
-        return permutation(self.size, self._seed, self._component, epoch)
+    def _permutation(self, seed: int, epoch: int) -> np.ndarray:
+        return permutation(self.size, seed, self._component, epoch)
 
     def rows(self, places: np.ndarray) -> np.ndarray:
         """Row numbers at the given places of the endless sequence."""
@@ -63,7 +63,7 @@ class EpochOrder:
         result = np.empty(len(places), np.int64)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            result[chosen] = self._epoch(int(epoch))[within[chosen]]
+            result[chosen] = self._epoch(self._seed, int(epoch))[within[chosen]]
         return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, cast
 
 import seqio
 import tensorflow as tf
@@ -11,6 +12,8 @@ from perex_t5x.errors import ConfigError
 
 NOISE_DENSITY = 0.15
 MEAN_SPAN_LENGTH = 3.0
+
+_tf = cast(Any, tf)  # for what its stubs do not know: ragged tensors, trees of tensors, operators on booleans
 
 
 def _sections(ds: tf.data.Dataset, feature: str, length: int) -> tf.data.Dataset:
@@ -21,7 +24,7 @@ def _sections(ds: tf.data.Dataset, feature: str, length: int) -> tf.data.Dataset
         rest = (tf.size(tokens) - 1) % length + 1
         whole = tf.reshape(tokens[: tf.size(tokens) - rest], [-1, length])
         last = tf.data.Dataset.from_tensors({feature: tokens[-rest:]})
-        return tf.data.Dataset.from_tensor_slices({feature: whole}).concatenate(last)
+        return _tf.data.Dataset.from_tensor_slices({feature: whole}).concatenate(last)
 
     return ds.filter(lambda ex: tf.size(ex[feature]) > 0).flat_map(pieces)
 
@@ -42,10 +45,10 @@ def _chunks(ds: tf.data.Dataset, feature: str, length: int) -> tf.data.Dataset:
         place = tf.range(tf.size(tokens, tf.int64)) - tf.repeat(group[feature].row_starts(), lengths)
         is_end = place >= tf.repeat(lengths - ends, lengths)
         whole = tf.reshape(tf.boolean_mask(tokens, ~is_end), [-1, length])
-        padded = tf.RaggedTensor.from_row_lengths(tf.boolean_mask(tokens, is_end), ends, validate=False).to_tensor()
-        short = tf.data.Dataset.from_tensor_slices((padded, ends))
+        padded = _tf.RaggedTensor.from_row_lengths(tf.boolean_mask(tokens, is_end), ends, validate=False).to_tensor()
+        short = _tf.data.Dataset.from_tensor_slices((padded, ends))
         short = short.filter(lambda row, n: n > 0).map(lambda row, n: {feature: row[:n]})
-        return tf.data.Dataset.from_tensor_slices({feature: whole}).concatenate(short)
+        return _tf.data.Dataset.from_tensor_slices({feature: whole}).concatenate(short)
 
     return _sections(ds, feature, 64 * length).ragged_batch(64).flat_map(chunks)
 
@@ -117,7 +120,7 @@ def check_sentinels(vocabulary: seqio.Vocabulary, chunk_length: int) -> None:
 
 
 def chunks_for_span_corruption(
-    ds: tf.data.Dataset, sequence_length: Mapping[str, int], output_features: Mapping[str, seqio.Feature]
+    ds: tf.data.Dataset, sequence_length: Mapping[str, int], output_features: Mapping[str, seqio.utils.Feature]
 ) -> tf.data.Dataset:
     """Chunks that fill `sequence_length` once `span_corruption` and EOS are through with them."""
     length = span_corruption_chunk_length(sequence_length["inputs"], sequence_length["targets"])
@@ -131,7 +134,7 @@ chunks_for_span_corruption.bounds_lengths = True
 def _random_composition(total: tf.Tensor, parts: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     """`parts` positive integers that sum to `total`, all compositions equally likely."""
     # The places of the parts − 1 largest of total − 1 random numbers (64 bits: no two are equal).
-    numbers = tf.random.stateless_uniform([total - 1], seed, minval=None, maxval=None, dtype=tf.int64)
+    numbers = _tf.random.stateless_uniform([total - 1], seed, minval=None, maxval=None, dtype=tf.int64)
     least = tf.concat([[tf.int64.max], tf.math.top_k(numbers, parts - 1).values], 0)[-1]
     cuts = tf.cast(tf.reshape(tf.where(numbers >= least), [-1]), tf.int32) + 1
     edges = tf.concat([[0], cuts, [total]], 0)
@@ -140,7 +143,7 @@ def _random_composition(total: tf.Tensor, parts: tf.Tensor, seed: tf.Tensor) -> 
 
 @seqio.map_over_dataset(num_seeds=2)
 def span_corruption(
-    ex: Mapping[str, tf.Tensor], seeds: tf.Tensor, output_features: Mapping[str, seqio.Feature]
+    ex: Mapping[str, tf.Tensor], seeds: tf.Tensor, output_features: Mapping[str, seqio.utils.Feature]
 ) -> dict[str, tf.Tensor]:
     """Replaces random spans of `targets` by sentinels; the targets spell the spans out.
 
@@ -162,8 +165,8 @@ def span_corruption(
     )
     noise_lengths = _random_composition(noise, spans, seeds[1])
     lengths = tf.reshape(tf.stack([kept_lengths, noise_lengths], 1), [-1])
-    is_noise = tf.repeat(tf.tile([False, True], [spans]), lengths)
-    starts = is_noise & ~tf.concat([[False], is_noise[:-1]], 0)
+    is_noise = _tf.repeat(_tf.tile([False, True], [spans]), lengths)
+    starts = is_noise & ~_tf.concat([[False], is_noise[:-1]], 0)
     sentinels = vocabulary.vocab_size - tf.cumsum(tf.cast(starts, tf.int32))
     inputs = tf.boolean_mask(tf.where(starts, sentinels, tokens), starts | ~is_noise)
     pairs = tf.reshape(tf.stack([sentinels, tokens], 1), [-1])

@@ -49,10 +49,19 @@ def row_dtype(task: Any, spec: Mapping[str, Any]) -> np.dtype:
     return np.dtype(fields)
 
 
+def _fields(dtype: np.dtype) -> tuple[str, ...]:
+    return dtype.names or ()
+
+
+def raw_bytes(records: np.ndarray) -> memoryview:
+    """The memory of one-dimensional records, for hashes; not copied where it is in order."""
+    return np.ascontiguousarray(records).view(np.uint8).data
+
+
 def to_records(features: Mapping[str, np.ndarray], dtype: np.dtype, task_name: str) -> np.ndarray:
     """Features [n, L] as n records; refuses values that the record's types cannot hold."""
     records = np.empty(len(next(iter(features.values()))), dtype)
-    for name in dtype.names:
+    for name in _fields(dtype):
         kind = dtype[name].base
         if kind.kind == "u" and len(records):
             low, high = features[name].min(), features[name].max()
@@ -72,9 +81,9 @@ def from_records(
     """Records back to features [n, L] of the model's dtypes, with zero rows up to `out_rows`."""
     n = len(records)
     if out_rows is None or out_rows == n:
-        return {name: records[name].astype(dtypes[name]) for name in records.dtype.names}
+        return {name: records[name].astype(dtypes[name]) for name in _fields(records.dtype)}
     features = {}
-    for name in records.dtype.names:
+    for name in _fields(records.dtype):
         shape = (out_rows, *records.dtype[name].shape)
         features[name] = np.zeros(shape, dtypes[name])
         features[name][:n] = records[name]

@@ -11,7 +11,7 @@ import socket
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -39,7 +39,7 @@ class MemoryStore:
         self.dtype = dtype
         self._records = np.concatenate([np.empty(0, dtype), *chunks])
         self.num_bytes = self._records.nbytes
-        self.fingerprint = hashlib.sha256(self._records).hexdigest()
+        self.fingerprint = hashlib.sha256(rows_lib.raw_bytes(self._records)).hexdigest()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -71,7 +71,7 @@ class ArrayRecordStore:
         if not os.path.isfile(path):  # a pipe would be waited for
             raise ConfigError(f"The copy in {directory} cannot be read ({_DATA} is no file): delete that folder.")
         try:
-            self._source = grain.sources.ArrayRecordDataSource([path])
+            self._source = cast(Any, grain.sources.ArrayRecordDataSource([path]))  # its own types leave its methods out
             found = len(self._source)
         except Exception as e:  # of a native library, of no particular class
             raise ConfigError(
@@ -109,7 +109,7 @@ def _remove_abandoned(cache_dir: str, name: str) -> None:
 
 def write_copy(directory: str, chunks: Iterable[np.ndarray]) -> None:
     """Writes a copy into `directory`: there in whole, or not at all."""
-    from array_record.python import array_record_module
+    from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue] (compiled)
 
     cache_dir, name = os.path.split(directory)
     os.makedirs(cache_dir, exist_ok=True)
@@ -122,7 +122,7 @@ def write_copy(directory: str, chunks: Iterable[np.ndarray]) -> None:
         sha, num_rows = hashlib.sha256(), 0
         try:
             for chunk in chunks:
-                sha.update(np.ascontiguousarray(chunk))
+                sha.update(rows_lib.raw_bytes(chunk))
                 for record in chunk:
                     writer.write(record.tobytes())
                 num_rows += len(chunk)

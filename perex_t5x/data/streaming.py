@@ -114,7 +114,7 @@ class StreamingFeed(Feed):
         self.has_state = request.repeat
         self._lock = threading.RLock()
         self._iterator: Any = None
-        self._shard: DataShard | None = None
+        self._shard = DataShard(1, 0, ((0, self.batch_size),))  # until the mesh is known
         self._next_step = 0
         self._saved_step: int | None = None  # of the last `position`
         self._restore_from: str | None = None

@@ -26,6 +26,7 @@ import glob as glob_lib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import gin
 import seqio
@@ -40,6 +41,7 @@ TEXT_FILES_VARIABLE = "PEREX_TEXT_FILES"
 
 _arguments: dict[str, tuple] = {}  # of the tasks registered here, to know when they change
 _default_vocabulary: seqio.Vocabulary | None = None  # register_all's
+_configurable = cast(Any, gin.configurable)(module="perex_t5x.data.tasks")  # its types know no decorator with arguments
 
 
 def get_vocabulary(vocabulary: str | seqio.Vocabulary | None = None) -> seqio.Vocabulary:
@@ -144,7 +146,7 @@ def _list_text_files(glob, validation_glob) -> text_source.FilesBySplit:
     return text_source.split_by_name(files)
 
 
-@gin.configurable(module="perex_t5x.data.tasks")
+@_configurable
 def register_text_files(
     glob: str | Sequence[str] | None = None,
     validation_glob: str | Sequence[str] | None = None,
@@ -176,7 +178,7 @@ def register_tfexamples(
     paths: Sequence[str],
     inputs_key: str,
     targets_key: str | None,
-    features: Mapping[str, seqio.Feature],
+    features: Mapping[str, seqio.utils.Feature],
     task_id: str | None = None,
 ) -> str:
     """Registers a task of TFRecord files with TFExamples; see `perex_t5x.infer.create_task_from_tfexample_file`."""
@@ -187,9 +189,10 @@ def register_tfexamples(
     name = f"infer_{task_id or hashlib.md5(':'.join([*paths, *keys]).encode()).hexdigest()[:10]}"
     if name not in seqio.TaskRegistry.names():
         text = tf.io.FixedLenFeature([], tf.string)
+        source = seqio.TFExampleDataSource({"infer": found}, feature_description=dict.fromkeys(keys, text))
         seqio.TaskRegistry.add(
             name,
-            source=seqio.TFExampleDataSource({"infer": found}, feature_description=dict.fromkeys(keys, text)),
+            source=cast(Any, source),  # of another of SeqIO's two classes for one thing
             preprocessors=[
                 functools.partial(seqio.preprocessors.rekey, key_map={"inputs": inputs_key, "targets": targets_key}),
                 seqio.preprocessors.tokenize_and_append_eos,
@@ -199,7 +202,7 @@ def register_tfexamples(
     return name
 
 
-@gin.configurable(module="perex_t5x.data.tasks")
+@_configurable
 def register_all(vocabulary: str | seqio.Vocabulary | None = None, c4_name: str = "c4/en:3.1.0") -> None:
     """Registers all tasks of this module, or registers them again after the arguments changed.
 

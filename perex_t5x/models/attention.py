@@ -8,6 +8,7 @@ embeddings (decoder-only) or T5's relative position bias.
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -69,16 +70,14 @@ class MultiHeadAttention(nn.Module):
 
     def setup(self) -> None:
         cfg = self.config
-        query_init = fan_in_init
-        if not self.scaled:
 
-            def query_init(*args):
-                return fan_in_init(*args) / math.sqrt(cfg.head_dim)
+        def smaller(*args: Any) -> jax.Array:
+            return fan_in_init(*args) / math.sqrt(cfg.head_dim)
 
         def inward(heads, init):
             return Dense((heads, cfg.head_dim), ("embed", "joined_kv"), cfg.compute_dtype, init)
 
-        self.query = inward(cfg.num_heads, query_init)
+        self.query = inward(cfg.num_heads, fan_in_init if self.scaled else smaller)
         self.key = inward(cfg.kv_heads, fan_in_init)
         self.value = inward(cfg.kv_heads, fan_in_init)
         self.out = Dense((cfg.emb_dim,), ("joined_kv", "embed"), cfg.compute_dtype, num_inputs=2)
@@ -125,7 +124,8 @@ class MultiHeadAttention(nn.Module):
             key = self.get_variable("cross_cache", "key")
             value = self.get_variable("cross_cache", "value")
         else:
-            key, value = self.key(context.encoded_BxSxD), self.value(context.encoded_BxSxD)
+            encoded_BxSxD = cast(jax.Array, context.encoded_BxSxD)  # None in mode 'decode' alone
+            key, value = self.key(encoded_BxSxD), self.value(encoded_BxSxD)
             key, value = named(key, "key"), named(value, "value")
             if context.mode == "prefill":
                 self.put_variable("cross_cache", "key", key)

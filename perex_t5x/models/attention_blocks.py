@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -199,7 +199,7 @@ def times(i: Any, block: int) -> Any:
     return pl.multiple_of(i * block, block)
 
 
-def compiler_params(blocks: Blocks, *semantics: str, **others: Any) -> Any:
+def compiler_params(blocks: Blocks, *semantics: Literal["parallel", "arbitrary"], **others: Any) -> Any:
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=blocks.vmem or None, **others)
 
 

@@ -107,7 +107,7 @@ class BaseTransformerModel(abc.ABC):
     def flops_per_step(self, batch_size: int, feature_lengths: Mapping[str, int]) -> float:
         """FLOPs of the model in one forward and backward pass over a batch: products only, nothing recomputed."""
 
-    def _network_inputs(self, batch: Batch) -> dict[str, jax.Array | None]:
+    def _network_inputs(self, batch: Batch) -> dict[str, Any]:
         """The network's arguments among the batch's features."""
         required = {name: batch[name] for name in self.REQUIRED_FEATURES}
         return required | {name: batch.get(name) for name in self.OPTIONAL_FEATURES}
@@ -131,7 +131,7 @@ class BaseTransformerModel(abc.ABC):
     def remat_choices(self) -> dict[str, BaseTransformerModel]:
         """Policy -> this model with it, the one with the least recomputation first; empty unless the policy is 'auto'."""
         config = getattr(self.module, "config", None)
-        if getattr(config, "remat_policy", None) != "auto":
+        if config is None or getattr(config, "remat_policy", None) != "auto":
             return {}
         choices = {}
         for policy in remat.LADDER:

@@ -136,7 +136,7 @@ class TransformerConfig(T5Config):
         object.__setattr__(self, "num_decoder_layers", self.num_layers)
 
 
-def _dtype_name(dtype: object) -> str:
+def _dtype_name(dtype: Any) -> str:
     try:
         name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     except (TypeError, ValueError):

@@ -69,7 +69,7 @@ class DecoderOnlyModel(BaseTransformerModel):
             "has_prefix": self.inputs_bidirectional_attention and "decoder_causal_attention" in batch,
         }
 
-    def _network_inputs(self, batch: Batch) -> dict[str, jax.Array | None]:
+    def _network_inputs(self, batch: Batch) -> dict[str, Any]:
         marks_BxT = batch.get("decoder_causal_attention") if self.inputs_bidirectional_attention else None
         return super()._network_inputs(batch) | {"decoder_causal_attention": marks_BxT}
 

@@ -9,6 +9,7 @@ depends on another.
 # Fields carry their shapes in their names.
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
@@ -279,16 +280,15 @@ def _limited(start: Start, *limits: int | jax.Array | None) -> Start:
 
 def _decode_keys(rng: jax.Array | None, rows: int, num_decodes: int) -> jax.Array:
     """One key per row and decode, [B · N], from one key or from one per row."""
-    if rng is None:
-        rng = jax.random.key(0)
-    if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):  # of jax.random.PRNGKey, as T5X has it
-        rng = jax.random.wrap_key_data(rng)
-    if rng.shape == ():
-        rng = jax.vmap(lambda b: jax.random.fold_in(rng, b))(jnp.arange(rows))
-    if rng.shape != (rows,):
-        raise ValueError(f"rng has shape {rng.shape}: give one key, or one per row, ({rows},).")
+    keys: jax.Array = jax.random.key(0) if rng is None else rng
+    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):  # of jax.random.PRNGKey, as T5X has it
+        keys = jax.random.wrap_key_data(keys)
+    if keys.shape == ():
+        keys = jax.vmap(functools.partial(jax.random.fold_in, keys))(jnp.arange(rows))
+    if keys.shape != (rows,):
+        raise ValueError(f"rng has shape {keys.shape}: give one key, or one per row, ({rows},).")
     per_decode = jax.vmap(lambda key: jax.vmap(lambda n: jax.random.fold_in(key, n))(jnp.arange(num_decodes)))
-    return per_decode(rng).reshape(-1)
+    return per_decode(keys).reshape(-1)
 
 
 def _gathered(x_BxV: jax.Array, tokens_B: jax.Array) -> jax.Array:
@@ -313,8 +313,8 @@ class _Beams(NamedTuple):
     done_B: jax.Array
 
 
-def length_penalty(length: jax.Array | int, alpha: float) -> jax.Array | float:
-    """((5 + length) / 6)^alpha, by which log probabilities are divided; grows with the length.
+def length_penalty(length: Any, alpha: float) -> Any:
+    """((5 + length) / 6)^alpha, by which log probabilities are divided; grows with the length, a number or an array.
 
     >>> length_penalty(7, alpha=1.0)
     2.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,8 @@ def operand_dtype(config: T5Config) -> jnp.dtype:
 
     TPUs round them to bfloat16 at JAX's default precision, so doing it before changes nothing.
     """
-    rounds = for_tpu() and jax.config.jax_default_matmul_precision in (None, "default", "fastest", "bfloat16")
+    precision = cast(Any, jax.config).jax_default_matmul_precision  # its class has a member for each option at run time
+    rounds = for_tpu() and precision in (None, "default", "fastest", "bfloat16")
     return config.compute_dtype if rounds and config.compute_dtype == jnp.bfloat16 else config.wide_dtype
 
 
@@ -87,7 +88,8 @@ def cross_entropy(
     )
     weights_BxT = weights_BxT.astype(config.wide_dtype)
     normalizer = jnp.asarray(normalizer, config.wide_dtype)
-    objective, per_token = _objective(how, x_BxTxD, kernel_DxV, targets_BxT, weights_BxT, normalizer)
+    computed = _objective(how, x_BxTxD, kernel_DxV, targets_BxT, weights_BxT, normalizer)
+    objective, per_token = cast(tuple[jax.Array, TokenLosses], computed)  # of a type that `custom_vjp` loses
     return objective, TokenLosses(*map(jax.lax.stop_gradient, per_token))
 
 

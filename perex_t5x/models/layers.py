@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def parameter(
         shard = module.get_variable("params", name)  # `module.param` would refuse it: it has not the whole shape
         return partitioning.gather_parameter(shard, axes, shape, dtype, sent_as)
     whole = module.param(name, nn.with_logical_partitioning(init, axes), tuple(shape), jnp.float32)
-    return whole.astype(dtype)
+    return cast(jax.Array, whole).astype(dtype)  # `param` takes the array out of its box
 
 
 class RMSNorm(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,8 @@ def token_losses(sums: LogitSums, size: int, z_loss: float, label_smoothing: flo
     expected_logit_BxT, entropy = sums.target_BxT, 0.0
     if label_smoothing:
         confidence, low = 1.0 - label_smoothing, label_smoothing / (size - 1)
-        expected_logit_BxT = confidence * sums.target_BxT + low * (sums.total_BxT - sums.target_BxT)
+        total_BxT = cast(jax.Array, sums.total_BxT)  # there where labels are smoothed
+        expected_logit_BxT = confidence * sums.target_BxT + low * (total_BxT - sums.target_BxT)
         entropy = -(confidence * math.log(confidence) + (size - 1) * low * math.log(low))
     z_loss_BxT = z_loss * jnp.square(sums.log_z_BxT)
     return TokenLosses(

@@ -7,7 +7,8 @@ T5X Gin file that says `from t5x.examples.t5 import network`, or `t5x.examples.d
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -200,9 +201,8 @@ class Encoder(_Stack):
         positions_1xS = jnp.arange(length)[None, :]
         per_layer = cfg.relative_bias == "per_layer"
         bias = None if per_layer else _relative_bias(cfg, positions_1xS, length, bidirectional=True)
-        x_BxSxD, stack_keys_B, outer_keys_B = self._embed(
-            self.shared_embedder, tokens_BxS, dropout_keys_B, dropout.ENCODER
-        )
+        embedder = cast(Embed, self.shared_embedder)  # an encoder has none of its own
+        x_BxSxD, stack_keys_B, outer_keys_B = self._embed(embedder, tokens_BxS, dropout_keys_B, dropout.ENCODER)
         context = LayerContext(
             mask=attention.encoder_self_mask(tokens_BxS, segment_ids_BxS),
             bias=bias,
@@ -242,15 +242,15 @@ class Decoder(_Stack):
           mode, cache_length: see `LayerContext`; in mode 'decode' it is the length of the cache given.
         """
         cfg = self.config
-        length = tokens_BxT.shape[1]
+        rows, length = tokens_BxT.shape
         is_relative = self.has_encoder or cfg.positions == "relative"
         features = {"has_bias": is_relative, "has_prefix": causal_attention_BxT is not None}
         # While parameters are made, any attention will do: the program may be on other devices than the model's.
-        by_splash = not self.is_initializing() and splash.use(cfg, *tokens_BxT.shape, mode, **features)
+        by_splash = not self.is_initializing() and splash.use(cfg, rows, length, mode, **features)
         if by_splash:
             mask = None
         elif mode == "decode":
-            mask = attention.cache_mask(positions_BxT[:, 0], cache_length)
+            mask = attention.cache_mask(cast(jax.Array, positions_BxT)[:, 0], cache_length)
         else:
             mask = attention.decoder_self_mask(length, segment_ids_BxT, causal_attention_BxT)
         if positions_BxT is None:
@@ -324,7 +324,7 @@ class Layer(nn.Module):
         if context.relative_positions_BxT is not None:
             where = context.relative_positions_BxT, context.relative_keys
             is_encoder = self.self_attention == "attention"
-            context = context.replace(bias=_relative_bias(cfg, *where, bidirectional=is_encoder))
+            context = dataclasses.replace(context, bias=_relative_bias(cfg, *where, bidirectional=is_encoder))
 
         def add(x_BxTxD: jax.Array, y_BxTxD: jax.Array, site: int) -> jax.Array:
             y_BxTxD = dropout.dropout(y_BxTxD, keys_B, site, cfg.dropout_rate)
@@ -368,7 +368,7 @@ def apply_layers(config: T5Config, num_layers: int, x_BxTxD: jax.Array, context:
         layer_cls,
         variable_axes={"params": 0, "cache": 0, "cross_cache": 0},
         split_rngs={"params": True},
-        in_axes=(0, nn.broadcast),
+        in_axes=cast(Any, (0, nn.broadcast)),  # said to be one number
         length=num_layers,
         metadata_params={nn.PARTITION_NAME: "layers"},
     )

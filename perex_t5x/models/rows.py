@@ -50,10 +50,10 @@ def examples_as_rows(
             x = jnp.broadcast_to(x, (axis_size, num_rows, *x.shape[2:]))
             return x.reshape(-1, *x.shape[2:])
 
-        arguments = list(arguments)
+        joined = list(arguments)
         for i in by_row:
-            arguments[i] = jax.tree.map(functools.partial(folded, i), arguments[i], in_batched[i])
-        out = jax.tree.map(lambda x: x.reshape(axis_size, num_rows, *x.shape[1:]), call(*arguments))
+            joined[i] = jax.tree.map(functools.partial(folded, i), arguments[i], in_batched[i])
+        out = jax.tree.map(lambda x: x.reshape(axis_size, num_rows, *x.shape[1:]), call(*joined))
         return out, jax.tree.map(lambda _: True, out)
 
     return call

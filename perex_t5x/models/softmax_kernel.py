@@ -99,8 +99,8 @@ def sums_and_cotangents(
         scales_BxC.reshape(num, 1),
         cotangents_BxTxV,
     )
-    each = [sums_MxL[:, k].reshape(rows, length) for k in range(4)]
-    return cotangents_BxTxV, LogitSums(*each[:3], each[3] if label_smoothing else None)
+    largest, log_z, at_target, total = (sums_MxL[:, k].reshape(rows, length) for k in range(4))
+    return cotangents_BxTxV, LogitSums(largest, log_z, at_target, total if label_smoothing else None)
 
 
 def _columns(vocab_size: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -170,7 +170,8 @@ def attend_and_project(
     backward kernel has it in vector memory and time to write it: the result is there once more, and need not be copied
     out of the stack for the kernel of the per-example statistics.
     """
-    how = attention_blocks.How(config.head_dim, _blocks(config, query), scale, CHECKPOINT_NAME, not dispatch.for_tpu())
+    blocks = cast(attention_blocks.Blocks, _blocks(config, query))  # there where `takes_projection`
+    how = attention_blocks.How(config.head_dim, blocks, scale, CHECKPOINT_NAME, not dispatch.for_tpu())
 
     def backward(query, key, value, ids_BxT, rotary, out, out_bar, lse):
         return attention_kernels.backward(how, query, key, value, ids_BxT, rotary, out, lse, out_bar, again=True)
@@ -216,9 +217,9 @@ def _blocks(config: T5Config, query: jax.Array) -> attention_blocks.Blocks | Non
 
 
 def _on_device(query, key, value, ids_BxT, rotary, scale: float, config: T5Config) -> jax.Array:
-    width, blocks, interpret = config.head_dim, _blocks(config, query), not dispatch.for_tpu()
-    by_jax = config.attention == JAX_SPLASH or blocks is None
-    if by_jax:
+    width, interpret = config.head_dim, not dispatch.for_tpu()
+    blocks = None if config.attention == JAX_SPLASH else _blocks(config, query)
+    if blocks is None:
         function = _by_jax
     else:
         how = attention_blocks.How(width, blocks, scale, CHECKPOINT_NAME, interpret)
@@ -230,9 +231,10 @@ def _on_device(query, key, value, ids_BxT, rotary, scale: float, config: T5Confi
         query, key, value = (x.reshape(*x.shape[:2], -1, width) for x in (query, key, value))
         if rotary is not None:
             query, key = apply_rotary(query, rotary, scale), apply_rotary(key, rotary)
-    if by_jax and config.attention != JAX_SPLASH:  # they count in powers of e
+    if blocks is None and config.attention != JAX_SPLASH:  # JAX's kernels count in powers of e
         query = (query.astype(jnp.float32) / attention_kernels.LOG2_E).astype(query.dtype)
-    out_BxNxTxH = function(*(x.swapaxes(1, 2) for x in (query, key, value)), ids_BxT)
+    query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+    out_BxNxTxH = function(query, key, value, ids_BxT)
     return out_BxNxTxH.swapaxes(1, 2).reshape(shape)
 
 
@@ -241,7 +243,8 @@ def _by_jax(query_BxNxTxH, key_BxKxTxH, value_BxKxTxH, ids_BxT: jax.Array | None
     _, heads, length, _ = query_BxNxTxH.shape
     block = tiles.divisor(length, 512)
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-    kernel = splash_attention.make_splash_mha(
+    make = cast(Callable[..., Callable[..., jax.Array]], splash_attention.make_splash_mha)  # without residuals
+    kernel = make(
         splash_attention.MultiHeadMask([splash_attention.CausalMask((length, length))] * heads),
         # Not the fused backward pass: its partial sums of the query's gradient grow with the square of the length.
         block_sizes=splash_attention.BlockSizes(**dict.fromkeys(names, block)),

@@ -15,10 +15,12 @@ import jax
 import optax
 from jax.tree_util import keystr
 
+from perex_t5x import optimizers
 from perex_t5x.cli.progress import Working
 from perex_t5x.gradients import gradient_with_statistics
 from perex_t5x.hardware.chips import peak_flops
 from perex_t5x.metrics import flops_per_step
+from perex_t5x.per_example.statistic import name_of
 from perex_t5x.preflight.overlap import network_seconds
 from perex_t5x.preflight.report_cache import ReportCache
 from perex_t5x.preflight.step import BatchSpec, CompileTarget, DoesNotFitError, StepReport
@@ -85,7 +87,8 @@ class PreflightReport:
 
     def collective_seconds(self) -> dict[str, float]:
         """Network -> seconds of all collectives, at published rates; empty without `seconds`."""
-        return network_seconds(self.step.collectives, self.target.chip) if self.seconds else {}
+        step, chip = self.step, self.target.chip
+        return network_seconds(step.collectives, chip) if step and chip and self.seconds else {}
 
     @property
     def seconds_unhidden(self) -> float | None:
@@ -95,7 +98,7 @@ class PreflightReport:
     @property
     def seconds_scheduled(self) -> float | None:
         """`seconds` plus what the program's schedule does not hide of the collectives; see `perex_t5x.preflight.overlap`."""
-        if self.seconds_unhidden is None:
+        if self.step is None or self.seconds_unhidden is None:
             return None
         return self.seconds_unhidden - sum(c.hidden_seconds for c in self.step.collectives)
 
@@ -122,7 +125,8 @@ class PreflightReport:
     @property
     def mfu_bound(self) -> float | None:
         """Of a step that takes the lower bound of its cycles, all collectives hidden."""
-        return self._mfu(self.step.bound / self.step.chip.clock_hz) if self.seconds and self.step.bound else None
+        step = self.step
+        return self._mfu(step.bound / step.chip.clock_hz) if step and step.chip and step.cycles and step.bound else None
 
     def _mfu(self, seconds: float | None) -> float | None:
         peak = peak_flops(self.device_kind)
@@ -131,11 +135,13 @@ class PreflightReport:
     @property
     def cycles_ratio(self) -> float | None:
         """Of the step to the plain one."""
-        return self.step.cycles / self.plain.cycles if self.plain and self.plain.cycles else None
+        step, plain = self.step, self.plain
+        return step.cycles / plain.cycles if step and plain and plain.cycles else None
 
     @property
     def temp_ratio(self) -> float | None:
-        return self.step.temp_bytes / self.plain.temp_bytes if self.plain and self.plain.temp_bytes else None
+        step, plain = self.step, self.plain
+        return step.temp_bytes / plain.temp_bytes if step and plain and plain.temp_bytes else None
 
     def memory_parts(self) -> dict[str, int]:
         """Bytes on one device by part, adding up to the peak; for a step that does not fit, the known ones."""
@@ -235,7 +241,7 @@ def measure(
         device_kind=devices.flat[0].device_kind,
         devices=devices.size,
         parts=argument_parts(trainer, spec),
-        statistics=tuple(trainer.needs(shapes.params)),
+        statistics=tuple(map(name_of, trainer.needs(shapes.params))),
         step=report,
         refusal=refusal,
         plain=compared,
@@ -301,7 +307,7 @@ def loop_sizes(trainer: Trainer) -> dict[str, int]:
 
     config = getattr(trainer.model, "config", None)
     sizes = {"microbatch": trainer.options.num_microbatches}
-    if not getattr(config, "scan_layers", False):
+    if config is None or not getattr(config, "scan_layers", False):
         return sizes
     if isinstance(trainer.model, models.EncoderDecoderModel) and config.num_encoder_layers != config.num_decoder_layers:
         return sizes | {"encoder layer": config.num_encoder_layers, "decoder layer": config.num_decoder_layers}
@@ -348,7 +354,10 @@ def reductions_of_step(trainer: Trainer, batch_spec: BatchSpec) -> tuple[Paramet
 
     def traced(state: Any, batch: Any) -> Any:
         needs, shardings = trainer.needs(state.params), trainer.param_shardings(batch)
-        return gradient_with_statistics(trainer.model, state, batch, needs, shardings, trainer.options, observe=observe)
+        options, operands = trainer.gradient_options(state.params), optimizers.operands_of(state.opt_state)
+        return gradient_with_statistics(
+            trainer.model, state, batch, needs, shardings, options, operands=operands, observe=observe
+        )
 
     with trainer.partitioner.constraints():
         jax.eval_shape(traced, shapes, dict(batch_spec))

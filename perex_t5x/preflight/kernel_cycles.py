@@ -381,7 +381,7 @@ def _block_shares(schedule: Schedule, computed: float, row: float) -> list[float
     def share(part: tuple[int, int]) -> float:
         if part == block:
             return computed
-        return row if part in inside and (part[1] < block[0] or block[1] < part[0]) else 1.0
+        return row if block and part in inside and (part[1] < block[0] or block[1] < part[0]) else 1.0
 
     return [share(part) for part in schedule.parts]
 

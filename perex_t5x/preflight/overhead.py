@@ -32,7 +32,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ from perex_t5x.errors import ConfigError
 from perex_t5x.hardware.chips import CHIPS
 from perex_t5x.hardware.devices import tpu_devices, use_cpu_backend
 from perex_t5x.hardware.slices import known_topologies, num_chips
+from perex_t5x.per_example import GradStatistics
 
 if TYPE_CHECKING:
     from perex_t5x.preflight.step import StepReport
@@ -85,8 +86,10 @@ class Row:
     plain: StepReport | None
     one_at_a_time: bool
 
-    def ratios(self) -> tuple[float, float]:
-        """Cycles and temporaries, as multiples of the plain one's."""
+    def ratios(self) -> tuple[float, float] | None:
+        """Cycles and temporaries, as multiples of the plain one's; None where one of the two does not fit."""
+        if self.report is None or self.plain is None:
+            return None
         return self.report.cycles / self.plain.cycles, self.report.temp_bytes / self.plain.temp_bytes
 
 
@@ -150,7 +153,8 @@ def _programs(way: str, trainer: Any, sizes: Sequence[bool]) -> dict[bool, Calla
         gradient = gradients.gradient_with_statistics(
             trainer.model, state, batch, STATISTICS, shardings, options, method=method
         )
-        return gradient.statistics.mean, gradient.statistics.mean_square
+        computed = cast(GradStatistics, gradient.statistics)  # None for `batch_gradient` alone
+        return computed.mean, computed.mean_square
 
     if way == MICRO_GRAD:
         return {True: functools.partial(_micro_grad, trainer)}
@@ -228,12 +232,13 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 def _cells(row: Row) -> tuple[str, str]:
     """Cycles and temporaries."""
-    if row.report is None:
+    ratios = row.ratios()
+    if row.report is None or ratios is None:
         return "-", "-"
     mark = "¹" if row.one_at_a_time else ""
     if row.way == PLAIN:
         return f"{row.report.cycles / 1e6:.1f} M{mark}", f"{row.report.temp_bytes / 1e9:.2f} GB"
-    cycles, temporaries = row.ratios()
+    cycles, temporaries = ratios
     return f"{cycles:.2f}{mark}", f"{temporaries:.2f}"
 
 
@@ -254,8 +259,9 @@ def main(args: Any) -> None:
     done: list[Row] = []
     for row in rows(models, chips, report_cache.ReportCache(report_cache.default_folder()), progress.Working()):
         done.append(row)
-        ratio = "cycles {:.3f}, temporaries {:.3f}".format(*row.ratios()) if row.report else "does not fit"
-        print(f"{row.model} {row.chip} {row.mesh} {row.way}: {ratio}", file=sys.stderr, flush=True)
+        ratios = row.ratios()
+        shown = "cycles {:.3f}, temporaries {:.3f}".format(*ratios) if ratios else "does not fit"
+        print(f"{row.model} {row.chip} {row.mesh} {row.way}: {shown}", file=sys.stderr, flush=True)
         if args.out != "-":  # after each row: otherwise hours may be lost
             Path(args.out).write_text(as_markdown(done), encoding="utf-8")
     if args.out == "-":

@@ -82,10 +82,10 @@ def described(report: PreflightReport) -> str:
 
 def tables(reports: Sequence[PreflightReport], breakdown: bool = True) -> list[tuple[str, Row, list[Row]]]:
     """(title, header, rows) of the cycles' parts, collectives and reductions of every configuration that has some."""
-    compiled = [r for r in reports if r.step]
-    parts = [(f"cycles of {r.name}", BREAKDOWN, breakdown_rows(r.step.parts)) for r in compiled if breakdown]
+    compiled = [(r, r.step) for r in reports if r.step]
+    parts = [(f"cycles of {r.name}", BREAKDOWN, breakdown_rows(step.parts)) for r, step in compiled if breakdown]
     collectives = [
-        (f"collectives of {r.name}", _COLLECTIVES, collective_rows(r.step.collectives, r.loops)) for r in compiled
+        (f"collectives of {r.name}", _COLLECTIVES, collective_rows(step.collectives, r.loops)) for r, step in compiled
     ]
     reductions = [(f"statistics of {r.name}", _REDUCTIONS, reduction_rows(r.reductions)) for r in reports]
     return [table for table in (*parts, *collectives, *reductions) if table[2]]
@@ -169,7 +169,8 @@ def _ratio(report: PreflightReport, ratio: float | None) -> str:
 
 
 def _cycles_ratio(report: PreflightReport) -> str:
-    more = len(report.step.unestimated) - len(report.plain.unestimated) if report.plain else 0
+    step, plain = report.step, report.plain
+    more = len(step.unestimated) - len(plain.unestimated) if step and plain else 0
     # Stated here, since they could reverse the ratio.
     return _ratio(report, report.cycles_ratio) + (f", {more} more not counted" if more > 0 else "")
 
@@ -184,7 +185,7 @@ def _span(low: float | None, high: float | None, write: Callable[[float], str]) 
 
 
 def _tokens(report: PreflightReport) -> str:
-    if not report.tokens_per_second:
+    if not report.tokens_per_second or not report.seconds_unhidden:
         return NONE
     return _span(report.target_tokens / report.seconds_unhidden, report.tokens_per_second, short_count)
 

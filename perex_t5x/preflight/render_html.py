@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 from perex_t5x.preflight.account import COMPARED, PreflightReport
 from perex_t5x.preflight.breakdown import CALIBRATION
 from perex_t5x.preflight.render import described, format_bytes, short_count, summary_lines, tables
 from perex_t5x.preflight.search import Search
+from perex_t5x.preflight.step import StepReport
 
 _TEXT, _BAR, _ROW = 20, 18, 50  # pixels, downwards
 _PLOT = 76.0  # per cent of the width, so that text keeps its size on a phone; the rest is for totals
@@ -53,9 +55,9 @@ def html_page(reports: Sequence[PreflightReport], searches: Sequence[Search], co
     body += [f"<p>{'<br>'.join(escape(line) for line in s.lines())}</p>" for s in searches]
     memory = _stacked([(r.name, r.memory_parts()) for r in reports], format_bytes, chip.hbm_bytes if chip else None)
     body += ["<h2>Memory of a device</h2>", memory]
-    timed = [r for r in reports if r.step and r.step.cycles]
+    timed = [(r.name, _cycle_parts(r.step, r.plain)) for r in reports if r.step and r.step.cycles]
     if timed:
-        body += ["<h2>Cycles per step</h2>", _stacked([(r.name, _cycle_parts(r)) for r in timed], short_count)]
+        body += ["<h2>Cycles per step</h2>", _stacked(timed, short_count)]
         body.append('<p class="dim">Without collectives and instructions for which the compiler has no estimate.</p>')
         body.append(f'<p class="dim">{escape(CALIBRATION)}</p>')
     traffic = [(r.name, {f"{k} over {axes} {n}": size for (n, k, axes), size in r.traffic().items()}) for r in reports]
@@ -81,11 +83,11 @@ def _style() -> str:
     return _STYLE.replace("PARTS_LIGHT", light).replace("PARTS_DARK", dark) + rules
 
 
-def _cycle_parts(report: PreflightReport) -> dict[str, float]:
-    if report.plain is None:
-        return {"plain gradient": report.step.cycles}
-    plain_part = min(report.plain.cycles, report.step.cycles)
-    return {"plain gradient": plain_part, "statistics": report.step.cycles - plain_part}
+def _cycle_parts(step: StepReport, plain: StepReport | None) -> dict[str, float]:
+    if plain is None:
+        return {"plain gradient": step.cycles}
+    plain_part = min(plain.cycles, step.cycles)
+    return {"plain gradient": plain_part, "statistics": step.cycles - plain_part}
 
 
 def _summary(reports: Sequence[PreflightReport]) -> str:
@@ -103,7 +105,7 @@ def _summary(reports: Sequence[PreflightReport]) -> str:
 
 
 def _stacked(
-    bars: Sequence[tuple[str, Mapping[str, float]]], write: Callable[[float], str], limit: float | None = None
+    bars: Sequence[tuple[str, Mapping[str, float]]], write: Callable[[Any], str], limit: float | None = None
 ) -> str:
     """One bar for each (label, part -> size), with its total, a legend below, and a line at `limit` if it is near.
 
@@ -115,8 +117,8 @@ def _stacked(
     """
     names = list(dict.fromkeys(name for _, parts in bars for name in parts))
     largest = max(sum(parts.values()) for _, parts in bars)
-    near = bool(limit) and (limit <= _NEAR * largest or not largest)  # a refused step has no parts
-    scale = _PLOT / (1.02 * (max(largest, limit if near else 0.0) or 1.0))
+    near = limit if limit and (limit <= _NEAR * largest or not largest) else 0.0  # a refused step has no parts
+    scale = _PLOT / (1.02 * (max(largest, near) or 1.0))
     height = _ROW * len(bars)
     body = []
     for i, (label, parts) in enumerate(bars):
@@ -131,8 +133,8 @@ def _stacked(
         total = escape(write(sum(parts.values())))
         body.append(f'<text x="{left:.2f}%" dx="6" y="{top + _TEXT + 14}">{total}</text>')
     if near:
-        x = f"{limit * scale:.2f}%"
-        body.append(f'<line class="limit" x1="{x}" x2="{x}" y1="0" y2="{height}"><title>{write(limit)}</title></line>')
+        x = f"{near * scale:.2f}%"
+        body.append(f'<line class="limit" x1="{x}" x2="{x}" y1="0" y2="{height}"><title>{write(near)}</title></line>')
     keys = "".join(
         f'<span><i class="part{i % 8}"></i>{escape(name)}</span>' for i, name in enumerate(names) if len(names) > 1
     )

@@ -65,7 +65,7 @@ class ReportCache:
         scheduled, plain = f"{_key(*program, 'schedules')}.json", f"{_key(*program)}.json"
         name = scheduled if self._schedules else plain
         # A report with schedules has all that one without them has.
-        values = self._read(scheduled) or (None if self._schedules else self._read(plain))
+        values: dict[str, Any] | None = self._read(scheduled) or (None if self._schedules else self._read(plain))
         if values is None:
             if self._schedules:
                 self._schedules.clear()
@@ -135,9 +135,9 @@ def _devices(mesh: Mesh) -> list[tuple[Any, ...]]:
     ]
 
 
-def _from_json(values: Mapping[str, Any], mesh: Mesh) -> StepReport:
+def _from_json(kept: Mapping[str, Any], mesh: Mesh) -> StepReport:
     """A report from the values that `ReportCache.report_of` keeps; the chip is the mesh's."""
-    values = tuples(values)
+    values: dict[str, Any] = tuples(kept)
     collectives = tuple(Collective(**c) for c in values["collectives"])
     parts = tuple(Part(**part) for part in values["parts"])
     chip = chips.chip_of(mesh.devices.flat[0])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import gin
@@ -85,7 +86,7 @@ class CompileTarget:
         """
         if not self.topology:
             return
-        for name in known_topologies(self.chip.name):
+        for name in known_topologies(chip_of_topology(self.topology).name):
             if num_chips(name) > num_chips(self.topology):
                 yield replace(self, topology=name)
 
@@ -302,7 +303,7 @@ def report(
         program = Program(program_text(compiled))
     except jax.errors.JaxRuntimeError as e:
         raise TrainingError(
-            f"the step compiles, but jaxlib {jax.lib.__version__} cannot print the compiled program: {e} "
+            f"the step compiles, but jaxlib {metadata.version('jaxlib')} cannot print the compiled program: {e} "
             "Try another version of libtpu."
         ) from e
     chip = chip_of(mesh.devices.flat[0])

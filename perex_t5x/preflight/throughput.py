@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from absl import flags
 
@@ -132,22 +132,21 @@ again for this table. Required of ours: at most 0.91 of its A and 1.00 of its B.
 
 def missed(case: Case, reports: Mapping[str, PreflightReport]) -> list[str]:
     """The requirements that a case misses, in words; `reports` by optimizer."""
-    plain, problems = reports["adamw"], []
-    for name, report in reports.items():
-        if not report.fits:
-            problems.append(f"{name} does not fit")
-    if problems:
+    problems = [f"{name} does not fit" for name, report in reports.items() if not report.fits]
+    steps = {name: report.step for name, report in reports.items() if report.step}
+    if problems or "adamw" not in steps:
         return problems
+    plain, plain_step = reports["adamw"], steps["adamw"]
     for what, value, limit in (
-        ("MFU", plain.mfu, case.mfu),
-        ("MFU, none hidden", plain.mfu_unhidden, case.mfu_unhidden),
+        ("MFU", plain.mfu or 0.0, case.mfu),
+        ("MFU, none hidden", plain.mfu_unhidden or 0.0, case.mfu_unhidden),
     ):
         if value < limit:
             problems.append(f"{what} {value:.1%}, required {limit:.0%}")
-    if "micro_adam" in reports and (ratio := reports["micro_adam"].step.cycles / plain.step.cycles) > STATISTICS_LIMIT:
+    if "micro_adam" in steps and (ratio := steps["micro_adam"].cycles / plain_step.cycles) > STATISTICS_LIMIT:
         problems.append(f"statistics {ratio:.3f} x, allowed {STATISTICS_LIMIT}")
     # The lower bound is comparable only where it is made of the same.
-    counted = (plain.step.cycles, plain.step.bound if plain.step.has_schedules else 0)
+    counted = (plain_step.cycles, plain_step.bound if plain_step.has_schedules else 0)
     for what, own, theirs, limit in zip("AB", counted, case.maxtext, MAXTEXT_LIMITS, strict=True):
         if own and theirs and own > limit * theirs:
             problems.append(f"{own / theirs:.3f} x MaxText's by {what}, allowed {limit}")
@@ -170,7 +169,8 @@ def measured(
                 f"meshes/{case.mesh}.gin",
             ]
             step.parse_gin(files, case.bindings())
-            target = step.CompileTarget(*step.topology_macro())
+            topology, slices = step.topology_macro()
+            target = step.CompileTarget(cast(str, topology), slices)  # every mesh of `CASES` is that of a pod
             trainer, spec = step.build_parsed(target.devices())
             reports[optimizer] = measure(
                 f"{case.name} {optimizer}", target, trainer, spec, cache, working, compare=False
@@ -213,6 +213,7 @@ def _rows(case: Case, reports: Mapping[str, PreflightReport]) -> Iterator[tuple[
             yield (shown, optimizer, *[""] * 9, "does not fit")
             continue
         step = report.step
+        mfus = (report.mfu, report.mfu_bound, report.mfu_scheduled, report.mfu_unhidden)
         against = "; ".join(
             f"{own / theirs:.3f}" if own and theirs else ""
             for own, theirs in zip((step.cycles, step.bound if step.has_schedules else 0), case.maxtext, strict=True)
@@ -222,7 +223,7 @@ def _rows(case: Case, reports: Mapping[str, PreflightReport]) -> Iterator[tuple[
             optimizer,
             f"{step.cycles / 1e6:.0f} M",
             f"{step.bound / 1e6:.0f} M{'' if step.has_schedules else '¹'}",
-            *(f"{mfu:.1%}" for mfu in (report.mfu, report.mfu_bound, report.mfu_scheduled, report.mfu_unhidden)),
+            *("" if mfu is None else f"{mfu:.1%}" for mfu in mfus),
             format_bytes(step.peak_bytes),
             "" if first or plain.step is None else f"{step.cycles / plain.step.cycles:.3f}",
             against.strip("; ") if first else "",

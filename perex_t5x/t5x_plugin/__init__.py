@@ -11,6 +11,9 @@ T5X is not in the package registry, so it is no dependency: this package, which 
 it.
 """
 
+# T5X is not in the package registry, so it is not there when types are checked.
+# pyright: reportMissingImports=false
+
 try:
     import t5x.trainer  # noqa: F401
 except ImportError as e:

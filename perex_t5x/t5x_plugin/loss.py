@@ -5,6 +5,9 @@ by itself: with NUM_REAL_TARGET_TOKENS and rows of unlike length that is another
 the number of examples. Here the normaliser is that of the global batch.
 """
 
+# T5X is not in the package registry, so it is not there when types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import contextlib
@@ -14,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.linen import partitioning as flax_partitioning
+from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 from t5x import losses, models
 from t5x.metrics import is_metric_obj
@@ -100,7 +103,7 @@ class DataMesh(PjitPartitioner):
 
     def manual(self, transport: Any = None) -> contextlib.AbstractContextManager[Any]:
         """T5X's models name the axis of examples: where the data axes are manual, its rule has to be without them."""
-        return flax_partitioning.axis_rules(self.automatic_rules)
+        return nn.logical_axis_rules(self.automatic_rules)
 
     def params_shardings(self, axes: Any) -> ParamShardings:
         """From the mesh axes of T5X's `train_state_axes.params`."""

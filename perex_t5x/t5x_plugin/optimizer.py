@@ -5,16 +5,19 @@ state is sharded by its leaves' names and shapes, and a checkpoint has them by n
 wrote is read here.
 """
 
+# T5X is not in the package registry, so it is not there when types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 from flax.serialization import from_state_dict, to_state_dict
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
@@ -27,7 +30,7 @@ from perex_t5x.partitioning import like_params
 from perex_t5x.per_example import GradStatistics
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class HyperParams:
     """What T5X's trainers set at every step."""
 

@@ -1,10 +1,13 @@
 """`PerExampleTrainer`, for T5X's own `train.py`."""
 
+# T5X is not in the package registry, so it is not there when types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import clu.metrics
 import gin
@@ -18,6 +21,7 @@ from perex_t5x import arguments, optimizers
 from perex_t5x.arguments import Count, Interval, PositiveInt
 from perex_t5x.errors import ConfigError
 from perex_t5x.gradients import Gradient, GradientOptions, gradient_with_statistics
+from perex_t5x.models.protocol import Model
 from perex_t5x.optimizers.learning_rate import rate_of_built
 from perex_t5x.per_example import GradStatistics, Statistic
 from perex_t5x.t5x_plugin.loss import DataMesh, ExampleLoss, check_metrics, check_model
@@ -65,7 +69,7 @@ class PerExampleTrainer(t5x.trainer.Trainer):
         non_finite: Literal["keep", "skip"] = "keep",
         own_loss_is_sum: bool = False,
     ):
-        arguments.check("PerExampleTrainer", arguments.hints(PerExampleTrainer), dict(locals()))
+        arguments.check("PerExampleTrainer", arguments.hints(cast(Any, PerExampleTrainer)), dict(locals()))
         given = {
             "learning_rate_fn": learning_rate_fn,
             "num_microbatches": num_microbatches,
@@ -149,7 +153,7 @@ class PerExampleTrainer(t5x.trainer.Trainer):
         self._check_batch(batch_size)
         state = TrainState(train_state.step, train_state.params, train_state.param_states, self._base_rng)
         return gradient_with_statistics(
-            ExampleLoss(self._model, batch_size),
+            cast(Model, ExampleLoss(self._model, batch_size)),  # as much of one as the gradient needs
             state,
             batch,
             self._needs,
@@ -211,9 +215,10 @@ def _metrics(gradient: Gradient) -> dict[str, Any]:
     non_finite = metrics.pop("non_finite_examples")
     check_metrics(metrics)
     metrics["per_example/non_finite_examples"] = Sum(non_finite)
-    statistics: GradStatistics = gradient.statistics
+    statistics = cast(GradStatistics, gradient.statistics)  # None for the batch gradient alone
     if MEAN_SQUARE in statistics.averages:
         noise, signal = statistics.noise_scale_parts()
-        metrics["per_example/noise_scale"] = clu.metrics.Average(total=noise, count=signal)
-        metrics["per_example/squared_snr"] = clu.metrics.Average(total=signal, count=noise)
+        average = cast(Any, clu.metrics.Average)  # its decorator does not say what it takes
+        metrics["per_example/noise_scale"] = average(total=noise, count=signal)
+        metrics["per_example/squared_snr"] = average(total=signal, count=noise)
     return metrics

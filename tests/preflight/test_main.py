@@ -23,9 +23,10 @@ FILES = ["models/tiny.gin", "runs/pretrain.gin"]
 BINDINGS = [b for b in tiny.BINDINGS if "TASK_NAME" not in b and "TASK_MODULE" not in b]
 
 
-def measured(where, optimizer="micro_adam", mesh="fsdp", folder=None, layers=2):
+def measured(where, optimizer="micro_adam", mesh="fsdp", folder=None, layers=2, bindings=()):
     files = [*FILES, f"optimizers/{optimizer}.gin", f"meshes/{mesh}.gin"]
-    trainer, spec = step.build(files, [*BINDINGS, f"models.T5Config.num_decoder_layers = {layers}"], where.devices())
+    bindings = [*BINDINGS, f"models.T5Config.num_decoder_layers = {layers}", *bindings]
+    trainer, spec = step.build(files, bindings, where.devices())
     return (
         trainer,
         spec,
@@ -43,6 +44,19 @@ def kept(tmp_path_factory):
 @pytest.fixture(scope="module")
 def on_cpus(kept):
     return measured(step.CompileTarget("", cpus=4), folder=kept / "perex_t5x" / "preflight")
+
+
+def test_statistics_that_see_the_optimizers_state(capsys):
+    _, _, found = measured(step.CompileTarget("", cpus=2), "micro_lion")
+    assert found.statistics == ("mean", "mean_step_sign_0.9") and found.reductions
+    render.show([found], [], sys.stdout)
+    assert "mean, mean_step_sign_0.9" in capsys.readouterr().out
+    assert json.loads(json.dumps(found.as_dict()))["statistics"] == list(found.statistics)
+
+
+def test_an_optimizer_that_clips_examples():
+    _, _, found = measured(step.CompileTarget("", cpus=2), "dp_adamw", bindings=["NOISE_SEED = 1"])
+    assert found.reductions and all(r.norm_reduction for r in found.reductions)
 
 
 def test_parts_add_up_to_the_peak(on_cpus):

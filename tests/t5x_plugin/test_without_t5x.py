@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from perex_t5x import extras
-from perex_t5x.bench import t5x as bench_t5x
+from perex_t5x.bench import inside_t5x
 from perex_t5x.errors import ConfigError
 from tests.test_architecture import ours, room
 
@@ -24,15 +24,15 @@ def test_importing_it_says_that_t5x_is_missing():
 @pytest.mark.skipif(extras.is_installed("t5x"), reason="T5X is installed here")
 def test_its_benchmark_says_that_t5x_is_missing():
     with pytest.raises(ConfigError, match="--t5x needs T5X.*cannot be imported here"):
-        bench_t5x.benchmark_t5x(["decoder_only"])
+        inside_t5x.benchmark_t5x(["decoder_only"])
 
 
 def test_its_benchmark_names_the_nearest_model():
     with pytest.raises(ConfigError, match="Did you mean 'decoder_only'"):
-        bench_t5x.benchmark_t5x(["decoder-only"])
+        inside_t5x.benchmark_t5x(["decoder-only"])
 
 
 def test_nothing_else_imports_it():
     importers = {i.importer for i in ours() if room(i.module) == "t5x_plugin" and room(i.importer) != "t5x_plugin"}
-    assert importers == {"perex_t5x.bench.t5x"}
-    assert all(i.lazy for i in ours() if room(i.module) == "t5x_plugin" and i.importer == "perex_t5x.bench.t5x")
+    assert importers == {"perex_t5x.bench.inside_t5x"}
+    assert all(i.lazy for i in ours() if room(i.module) == "t5x_plugin" and i.importer == "perex_t5x.bench.inside_t5x")

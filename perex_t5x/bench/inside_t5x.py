@@ -105,9 +105,9 @@ def _ratios(times: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
 def _trainers(name: str, size: Size) -> tuple[Iterator[Any], dict[str, Any]]:
     """Batches, and trainers by name."""
     import optax
-    import t5x.optimizers
-    import t5x.trainer
-    from t5x import partitioning, utils
+    import t5x.optimizers  # pyright: ignore[reportMissingImports]
+    import t5x.trainer  # pyright: ignore[reportMissingImports]
+    from t5x import partitioning, utils  # pyright: ignore[reportMissingImports]
 
     from perex_t5x import optimizers, t5x_plugin
 
@@ -216,15 +216,15 @@ def _partitioner(partitioning: Any) -> Any:
 
 def _model(name: str, size: Size, optimizer_def: Any) -> Any:
     import seqio
-    from t5x import models
+    from t5x import models  # pyright: ignore[reportMissingImports]
 
     vocabulary = seqio.ByteVocabulary()
     if name == "decoder_only":
-        from t5x.examples.decoder_only import network
+        from t5x.examples.decoder_only import network  # pyright: ignore[reportMissingImports]
 
         module = network.DecoderWrapper(network.TransformerConfig(num_layers=size.layers, **_sizes(size)))
         return models.DecoderOnlyModel(module, vocabulary, optimizer_def, **_LOSS)
-    from t5x.examples.t5 import network
+    from t5x.examples.t5 import network  # pyright: ignore[reportMissingImports]
 
     config = network.T5Config(num_encoder_layers=size.layers, num_decoder_layers=size.layers, **_sizes(size))
     return models.EncoderDecoderModel(network.Transformer(config), vocabulary, vocabulary, optimizer_def, **_LOSS)
