@@ -121,7 +121,7 @@ class Session:
     def _run(self) -> int:
         while True:
             ended = self._follow()
-            if ended.reason in (Reason.DONE, Reason.SOME_FAILED):
+            if ended.reason is Reason.DONE or ended.reason is Reason.SOME_FAILED:
                 return self._finish(ended.reason)
             if ended.reason is Reason.CONFIGURATION:
                 self._give_up(ConfigError("the program ended with a configuration error (exit code 2), see above."))
