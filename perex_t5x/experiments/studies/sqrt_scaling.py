@@ -103,7 +103,7 @@ def _log_ratio(one: Panel, other: Panel, runs: Sequence[LoadedRun]) -> float:
 
 
 def jackknife(runs: Sequence[LoadedRun], of: Callable[[Sequence[LoadedRun]], float]) -> Mean:
-    """A number with an interval from leaving out one seed at a time.
+    """A number with an interval from leaving out one seed at a time; with none where the others alone have no number.
 
     >>> runs = [LoadedRun("a", seed=s, final_loss=float(s)) for s in range(3)]
     >>> m = jackknife(runs, lambda rs: float(np.mean([r.final_loss for r in rs])))
@@ -112,12 +112,11 @@ def jackknife(runs: Sequence[LoadedRun], of: Callable[[Sequence[LoadedRun]], flo
     (True, 1.0)
     """
     seeds = dict.fromkeys(run.seed for run in runs)
-    n = len(seeds)
-    if n < 3:
-        return Mean(of(runs), math.nan, math.nan, 1)
-    left = [of([run for run in runs if run.seed != seed]) for seed in seeds]
+    n, whole = len(seeds), of(runs)
+    left = [of([run for run in runs if run.seed != seed]) for seed in seeds] if n >= 3 else []
+    if not left or not all(map(math.isfinite, left)):
+        return Mean(whole, math.nan, math.nan, 1)
     # As pseudo-values, of which an ordinary interval is taken; their mean is the estimate less its bias.
-    whole = of(runs)
     m = intervals.mean_interval([n * whole - (n - 1) * value for value in left])
     return Mean(whole, m.low - m.mean + whole, m.high - m.mean + whole, n)
 
