@@ -137,11 +137,12 @@ def _write_pod(args: Any, study: Any) -> int:
 def conclude(study: Any, folder: str) -> list[dict[str, Any]]:
     """Analyses the folder, writes findings.json and report.html into it, and prints what was found."""
     from perex_t5x.experiments import report
+    from perex_t5x.experiments.report import load
 
     buckets.check(folder, "--dir")
     if not as_path(os.path.join(folder, "sweep.json")).exists():
         raise ConfigError(f"--dir={folder} holds no study yet: leave --analyse_only out.")
-    (loaded,) = report.load.load_folders([folder])
+    (loaded,) = load.load_folders([folder])
     if loaded.name != study.name:
         raise ConfigError(f"--dir={folder} holds the sweep {loaded.name!r}, not {study.name!r}. Choose another folder.")
     findings = study.analyse(loaded, absolute(folder))

@@ -412,6 +412,10 @@ def estimate(jobs: Sequence[Job], seconds: Mapping[str, float | None], kind: Sli
       seconds: per step, by the job's name; a job that is missing, or None, makes the hours unknown.
       kind, slices: what they run on.
     """
-    each = [seconds.get(job.name) for job in jobs]
-    hours = None if None in each else sum(s * job.train_steps for s, job in zip(each, jobs, strict=True)) / 3600
-    return Estimate(kind.chips * slices, kind.price, hours)
+    total, chips = 0.0, kind.chips * slices
+    for job in jobs:
+        per_step = seconds.get(job.name)
+        if per_step is None:
+            return Estimate(chips, kind.price)
+        total += per_step * job.train_steps
+    return Estimate(chips, kind.price, total / 3600)

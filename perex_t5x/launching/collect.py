@@ -137,7 +137,7 @@ def status(root: str, name: str) -> LaunchStatus:
     marks = read_marks(work.jobs, work.launch_id)
     reason = state.get("reason") if state.get("phase") == "ended" else None
     job = next((job for job in work.jobs if job.name == state.get("job")), None)
-    of_job = {}
+    of_job: dict[str, Any] = {}
     if job is not None:
         rows = [row for row in metric_files.read_rows(job.model_dir) if row.get("name") == "train"]
         of_job = {
@@ -166,7 +166,7 @@ def read_work(root: str, name: str) -> Work:
     """What a launch runs, from its folder in the bucket."""
     content = LaunchFolder.of(root, name).read("jobs.json")
     if content is None:
-        others = LaunchFolder(f"{root.rstrip('/')}/.launch").list()
+        others = LaunchFolder(f"{root.rstrip('/')}/.launch").entries()
         known = f" It has {', '.join(others)}." if others else ""
         raise ConfigError(f"{root} holds no launch with the name {name!r}.{known}")
     return Work.from_json(json.dumps(content))
@@ -222,18 +222,18 @@ def collect(root: str, name: str, out: str, commands: Commands) -> Work | None:
     with open(path, encoding="utf-8") as f:
         work = Work.from_json(f.read())
     if work.sweep:
-        write_results(work, out)
+        write_results(work, work.sweep, out)
         say(f"collected: {out}\nreport: python -m perex_t5x.experiments.report {out}")
     else:
         say(f"collected: {out}")
     return work
 
 
-def write_results(work: Work, out: str) -> dict[str, Result]:
+def write_results(work: Work, sweep: Mapping[str, Any], out: str) -> dict[str, Result]:
     """sweep.json, results.csv and every finished run's result.json, as `perex_t5x.experiments.sweep` writes them."""
     kept = Folder(out)
-    write_atomically(kept.path("sweep.json"), json.dumps(work.sweep, indent=1, ensure_ascii=False) + "\n")
-    runs = {entry["name"]: _run(entry) for entry in work.sweep["runs"]}
+    write_atomically(kept.path("sweep.json"), json.dumps(sweep, indent=1, ensure_ascii=False) + "\n")
+    runs = {entry["name"]: _run(entry) for entry in sweep["runs"]}
     results: dict[str, Result] = {}
     for job in work.jobs:
         folder = kept.path("runs", job.name)
@@ -248,7 +248,7 @@ def write_results(work: Work, out: str) -> dict[str, Result]:
         if first in results:
             results[name] = execute.copy_twin(kept, runs[first], runs[name], results[first])
             kept.write_result(runs[name], results[name])
-    kept.write_results(work.sweep["runs"], results)
+    kept.write_results(sweep["runs"], results)
     return results
 
 

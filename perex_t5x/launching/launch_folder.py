@@ -179,7 +179,7 @@ class LaunchFolder:
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
         write_atomically(self.join(*names), text.encode(errors="replace").decode())
 
-    def list(self, *names: str) -> list[str]:
+    def entries(self, *names: str) -> list[str]:
         """The names in a folder; [] if there is none."""
         return _names_in(self.join(*names))
 
@@ -208,14 +208,14 @@ class LaunchFolder:
 
     def was_stopped(self, attempt: str) -> bool:
         """Whether a host was asked to stop: by a person, or by its cloud."""
-        return any(name.endswith(f".{_STOPPED}") for name in self.list("errors", attempt))
+        return any(name.endswith(f".{_STOPPED}") for name in self.entries("errors", attempt))
 
     def errors(
         self, attempt: str, job: str | None = None, kinds: Sequence[str] = (OWN, ECHO, RESULT)
     ) -> list[HostError]:
         """Of all hosts, the cause first: own errors, then echoes, then results; by time."""
         names: dict[str, list[str]] = {kind: [] for kind in kinds}
-        for name in self.list("errors", attempt):
+        for name in self.entries("errors", attempt):
             _, _, rest = name.partition(".")
             kind, _, rest = rest.partition(".")
             if kind in names and (job is None or rest == f"{job}.json"):
@@ -228,7 +228,7 @@ class LaunchFolder:
 
     def attempts(self) -> list[str]:
         """Those in which something failed or was stopped, in order."""
-        return in_order(self.list("errors"))
+        return in_order(self.entries("errors"))
 
     # --- attempts -----------------------------------------------------------------------------------------------------
 

@@ -273,7 +273,7 @@ def wait(
     first: int | None = None
     stopping, code = subprocesses.StagedStop(children, grace), 0
     while any(child.poll() is None for child in children):
-        failed = next(((i, child.returncode) for i, child in enumerate(children) if child.poll()), None)
+        failed = next(((i, returncode) for i, child in enumerate(children) if (returncode := child.poll())), None)
         if failed is not None and not code:
             first, code = failed[0], subprocesses.exit_code(failed[1])
             if not signals:

@@ -1,4 +1,4 @@
-"""The flags that all launchers share, read once into a `Request`."""
+"""The flags that all launchers share, read once into a `Request`, or into `LaunchFlags`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from absl import flags
 
@@ -44,33 +44,33 @@ def define_launch_flags() -> None:
     define_environment_flags()
 
 
-# Flags that a `Request` has under the same names.
+# Flags that `LaunchFlags` has under the same names; `project` and `zone` are "" if they are not given.
 _AS_FLAGS = (
-    *("project", "zone", "spot", "reservation", "skip_preflight", "skip_gin_check", "yes", "keep"),
+    *("spot", "reservation", "skip_preflight", "skip_gin_check", "yes", "keep"),
     *("allow_uncommitted", "max_restarts", "dry_run"),
 )
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a launch was asked to do.
+@dataclass(frozen=True, kw_only=True)
+class LaunchFlags:
+    """What a command was asked about a launch: enough for those that only inspect or stop one, which its name finds.
 
     Attributes:
       name: checked; part of the names of everything that is created.
-      work: what runs; None for commands that only inspect or stop a launch.
-      slice: the kind of slice; None if no flag names one and there is no `work`.
+      slice: the kind of slice; None if no flag names one.
       slices: their number.
-      environment: name -> value, of the jobs' environment variables; also in `work`, from which the worker sets them.
+      project, zone: "" until they are known, see `located`.
+      environment: name -> value, of the jobs' environment variables; also in a request's `work`, from which the worker
+        sets them.
       secrets: name -> reference, of those whose values the launcher has to put into the worker's environment.
       others: as the flags of these names.
     """
 
     name: str
-    work: spec.Work | None
     slice: Slice | None
     slices: int
-    project: str | None
-    zone: str | None
+    project: str
+    zone: str
     spot: bool
     reservation: str | None
     skip_preflight: bool
@@ -86,51 +86,17 @@ class Request:
     secrets: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def from_flags(cls, args: Any, with_work: bool = True) -> Request:
-        """Reads the flags, and with `with_work` the Gin files; raises `ConfigError` for the first problem."""
-        if args.spot and args.reservation:
-            raise ConfigError("--spot and --reservation exclude each other.")
-        if args.max_restarts < 0:
-            raise ConfigError(f"--max_restarts={args.max_restarts}: must not be negative.")
-        for check, value in ((names.check_project, args.project), (names.check_zone, args.zone)):
-            if value is not None:
-                check(value)
-        if args.reservation:
-            names.check_name(args.reservation.rpartition("/")[2], "--reservation")
-        if args.name is not None:
-            names.check_name(args.name)
-        if not with_work and args.name is None:
+    def from_flags(cls, args: Any) -> LaunchFlags:
+        """Reads the flags; raises `ConfigError` for the first problem."""
+        _check(args)
+        if args.name is None:
             raise ConfigError("--name is missing: the name of the launch.")
-        bundle.check_packages(args.with_package)
-        given = Environment.parse(args.env, args.libtpu_args, args.secret, args.not_secret)
-        work = spec.make(args) if with_work else None
-        name = args.name or names.check_name(names.suggestion(work.name) or work.name)
-        if work:
-            launch_id = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"
-            work = dataclasses.replace(work, environment=given.variables, secrets=tuple(given.secrets))
-            work = dataclasses.replace(work, launch=name, launch_id=launch_id)
-        topology = args.topology or (work and work.topology)
-        if with_work and not topology:
-            raise ConfigError(
-                "--topology is missing, such as --topology=v5e:16x16; or add a mesh's Gin file such as meshes/v5e_256.gin."
-            )
-        slices = args.slices if args.slices is not None else (work.slices if work else 1)
-        if slices < 1:
-            raise ConfigError(f"--slices={slices}: must be at least 1.")
-        slice_of = (topology, args.accelerator_type, args.runtime_version, args.price_per_chip_hour)
-        return cls(
-            name=name,
-            work=work,
-            slice=Slice.of(*slice_of) if topology else None,
-            slices=slices,
-            with_package=tuple(args.with_package),
-            reserved=getattr(args, "reserved", False),  # TPU VMs alone
-            environment=given.variables,
-            secrets=given.secrets,
-            **{name: getattr(args, name) for name in _AS_FLAGS},
-        )
+        given = _given(args)
+        slices = _checked_slices(1 if args.slices is None else args.slices)
+        kind = _slice(args, args.topology) if args.topology else None
+        return cls(name=args.name, slice=kind, slices=slices, **given)
 
-    def located(self, commands: Commands) -> Request:
+    def located(self, commands: Commands) -> Self:
         """The same with project and zone, from gcloud's configuration if they are not given."""
         located = {}
         for name, key, check in (
@@ -147,8 +113,78 @@ class Request:
             located[name] = check(value)
         return dataclasses.replace(self, **located)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Request(LaunchFlags):
+    """What a launch was asked to do: its flags, and what runs.
+
+    Attributes:
+      work: what runs.
+      slice: on what, from the flags or the Gin files.
+    """
+
+    work: spec.Work
+    slice: Slice
+
+    @classmethod
+    def from_flags(cls, args: Any) -> Request:
+        """Reads the flags and the Gin files; raises `ConfigError` for the first problem."""
+        _check(args)
+        given = _given(args)
+        work = spec.make(args)
+        name = args.name or names.check_name(names.suggestion(work.name) or work.name)
+        launch_id = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"
+        work = dataclasses.replace(work, environment=given["environment"], secrets=tuple(given["secrets"]))
+        work = dataclasses.replace(work, launch=name, launch_id=launch_id)
+        topology = args.topology or work.topology
+        if not topology:
+            raise ConfigError(
+                "--topology is missing, such as --topology=v5e:16x16; or add a mesh's Gin file such as meshes/v5e_256.gin."
+            )
+        slices = _checked_slices(work.slices if args.slices is None else args.slices)
+        return cls(name=name, work=work, slice=_slice(args, topology), slices=slices, **given)
+
     def in_bucket(self) -> Request:
         """The same; raises `ConfigError` unless everything is written to a bucket, as hosts of a slice must."""
-        if self.work is not None:
-            self.work.check_in_bucket()
+        self.work.check_in_bucket()
         return self
+
+
+def _check(args: Any) -> None:
+    """Raises `ConfigError` for what no launch could be asked."""
+    if args.spot and args.reservation:
+        raise ConfigError("--spot and --reservation exclude each other.")
+    if args.max_restarts < 0:
+        raise ConfigError(f"--max_restarts={args.max_restarts}: must not be negative.")
+    for check, value in ((names.check_project, args.project), (names.check_zone, args.zone)):
+        if value is not None:
+            check(value)
+    if args.reservation:
+        names.check_name(args.reservation.rpartition("/")[2], "--reservation")
+    if args.name is not None:
+        names.check_name(args.name)
+
+
+def _given(args: Any) -> dict[str, Any]:
+    """The attributes of `LaunchFlags` that come from the flags alone."""
+    bundle.check_packages(args.with_package)
+    given = Environment.parse(args.env, args.libtpu_args, args.secret, args.not_secret)
+    return {
+        "project": args.project or "",
+        "zone": args.zone or "",
+        "with_package": tuple(args.with_package),
+        "reserved": getattr(args, "reserved", False),  # TPU VMs alone
+        "environment": given.variables,
+        "secrets": given.secrets,
+        **{name: getattr(args, name) for name in _AS_FLAGS},
+    }
+
+
+def _checked_slices(slices: int) -> int:
+    if slices < 1:
+        raise ConfigError(f"--slices={slices}: must be at least 1.")
+    return slices
+
+
+def _slice(args: Any, topology: str) -> Slice:
+    return Slice.of(topology, args.accelerator_type, args.runtime_version, args.price_per_chip_hour)

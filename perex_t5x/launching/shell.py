@@ -205,9 +205,9 @@ class Commands:
         except OSError as e:  # a full disk is seen when writing, and the error does not say where
             raise TrainingError(f"{path} cannot be written: {e.strerror}") from e
 
-    def read(self, argv: Sequence[str], *, dry: str = "", **options: object) -> str:
-        """A command's stdout, stripped."""
-        return self.run(argv, dry=dry, **options).stdout.strip()
+    def read(self, argv: Sequence[str], *, check: bool = True, timeout: float | None = None, dry: str = "") -> str:
+        """A command's stdout, stripped; the arguments are those of `run`."""
+        return self.run(argv, check=check, timeout=timeout, dry=dry).stdout.strip()
 
 
 def check_installed(program: str) -> None:

@@ -103,7 +103,7 @@ class _Worker:
     def run(self) -> int:
         os.makedirs(self._log_dir, exist_ok=True)
         with subprocesses.forwarding(self._pass_on):
-            self._reporter = Reporter(
+            reporter = self._reporter = Reporter(
                 self._launch, self._attempt, self._host, self._work.launch_id, self._writer, self._on_stop_requested
             )
             reason = Reason.ERROR
@@ -111,16 +111,16 @@ class _Worker:
                 if self._writer and self._work.launch:
                     with _not_worth_an_error("jobs.json is not stored in the launch's folder"):
                         self._launch.write(json.loads(self._work.to_json()), "jobs.json")  # for whoever asks how it is
-                reason = self._run_jobs()
+                reason = self._run_jobs(reporter)
             except (ConfigError, UnreachableError) as e:
                 self._say(f"ERROR: {e}")
                 reason = e.reason
             finally:
                 # A host that is asked to stop may be gone soon, and its job has had the time it needed.
-                self._reporter.close(60.0 if self._asked is None else 20.0, reason=str(reason))
+                reporter.close(60.0 if self._asked is None else 20.0, reason=str(reason))
             return reason.exit_code
 
-    def _run_jobs(self) -> Reason:
+    def _run_jobs(self, reporter: Reporter) -> Reason:
         # Only once, before the first job, so that all hosts skip the same ones.
         finished = self._finished()
         failed = sum(mark["status"] != "done" for mark in finished.values())
@@ -133,7 +133,7 @@ class _Worker:
             history = _History(self._launch, job, self._work.launch_id, self._attempt, self._writer)
             if (status := history.without_progress()) is None:
                 history.begin()
-                status = self._run(job, i)
+                status = self._run(job, i, reporter)
                 if self._writer:
                     _keep_log(job, self._log(job))
             if status.reason is Reason.INTERRUPTED or (self._asked is not None and status.reason is not Reason.DONE):
@@ -196,7 +196,7 @@ class _Worker:
     def _log(self, job: Job) -> str:
         return os.path.join(self._log_dir, f"{job.name}.log")
 
-    def _run(self, job: Job, number: int) -> Status:
+    def _run(self, job: Job, number: int, reporter: Reporter) -> Status:
         """How it ended."""
         if self._asked is not None:
             return Status(Reason.INTERRUPTED, Reason.INTERRUPTED.exit_code)
@@ -205,7 +205,7 @@ class _Worker:
         step_file = os.path.join(self._log_dir, f"{job.name}.step")
         with contextlib.suppress(OSError):
             os.unlink(step_file)
-        self._reporter.begin_job(self._log(job), step_file, job=job.name, number=number, jobs=len(self._work.jobs))
+        reporter.begin_job(self._log(job), step_file, job=job.name, number=number, jobs=len(self._work.jobs))
         ours = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", STEP_VARIABLE: step_file}
         ours |= dict(zip(lease.LAUNCH, (self._work.launch_id, job.name), strict=True))
         self._child = subprocesses.Child(

@@ -260,7 +260,7 @@ def test_parts_of_a_log(tmp_path, monkeypatch):
     made.begin_job(str(log), str(tmp_path / "step"), job="a")
 
     def parts():
-        names = folder.list("logs", "0", "0-0000")
+        names = folder.entries("logs", "0", "0-0000")
         return ["".join(open(folder.join("logs", "0", "0-0000", n)).read() for n in log_parts(names).get("job-a", []))]
 
     def append(text):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from perex_t5x.experiments.report import intervals, plot
-from perex_t5x.experiments.report.dataset import RATE, STUDY, Dataset, labelled
+from perex_t5x.experiments.report.dataset import RATE, STUDY, Dataset, final_losses, labelled, losses_by_seed
 from perex_t5x.experiments.report.load import LoadedRun
 
 TITLE = "Rate-loss basins"
@@ -22,12 +22,12 @@ class Basin:
     runs: dict[float, list[LoadedRun]]
 
     def means(self) -> dict[float, intervals.Mean]:
-        losses_by_rate = {rate: [r.final_loss for r in runs if r.finished] for rate, runs in sorted(self.runs.items())}
+        losses_by_rate = {rate: final_losses(runs) for rate, runs in sorted(self.runs.items())}
         return {rate: intervals.mean_interval(losses) for rate, losses in losses_by_rate.items() if losses}
 
     def best(self) -> float:
         """The rate with the lowest mean, over the seeds that all rates have: a few more at one of them would decide it."""
-        losses = {rate: {r.seed: r.final_loss for r in runs if r.finished} for rate, runs in self.runs.items()}
+        losses = {rate: losses_by_seed(runs) for rate, runs in self.runs.items()}
         losses = {rate: by_seed for rate, by_seed in sorted(losses.items()) if by_seed}
         shared = set.intersection(*(set(by_seed) for by_seed in losses.values()))
         means = {rate: math.fsum(by_seed[s] for s in shared or by_seed) / len(shared or by_seed)

@@ -11,7 +11,17 @@ import numpy as np
 from perex_t5x.experiments.report import intervals
 from perex_t5x.experiments.report.basins import is_rate
 from perex_t5x.experiments.report.curves import curve_controls, curve_spec, longest_examples
-from perex_t5x.experiments.report.dataset import BATCH, RULE, Axis, Dataset, grouped, labelled, written
+from perex_t5x.experiments.report.dataset import (
+    BATCH,
+    RULE,
+    Axis,
+    Dataset,
+    by_batch_size,
+    final_losses,
+    grouped,
+    labelled,
+    written,
+)
 from perex_t5x.experiments.report.load import LoadedRun
 from perex_t5x.experiments.report.plot import Control, Json, LeftOut, Plot, coloured, in_panels, ordered_colours
 
@@ -30,7 +40,7 @@ class Panel:
 
     @property
     def loss(self) -> float:
-        return float(np.mean([run.final_loss for run in self.runs if run.finished] or [math.inf]))
+        return float(np.mean(final_losses(self.runs) or [math.inf]))
 
 
 def panels(data: Dataset) -> list[Panel]:
@@ -71,16 +81,15 @@ def _panel(label: str, runs: list[LoadedRun]) -> Panel | None:
         runs = [run for run in runs if run.learning_rate == _best_rate(runs, run.batch_size)]
         if len({run.learning_rate for run in runs}) > 1:
             label = label.replace("no rule", "each at its best rate")
-    warmups = [run.warmup_steps * run.batch_size for run in runs if run.warmup_steps is not None]
+    warmups = [run.warmup_steps * run.batch_size for run in runs if run.warmup_steps is not None and run.batch_size]
     warmup = float(max(warmups)) if warmups else 0.1 * longest_examples(runs)
-    curves = [Curve(run.batch_size, run.examples(run.evaluation[0]), run.evaluation[1]) for run in runs]
-    result = collapse(curves, warmup)
+    result = collapse([Curve.of(run) for run in runs], warmup)
     return Panel(label, runs, result, warmup) if result else None
 
 
 def _best_rate(runs: list[LoadedRun], batch: int | None) -> float | None:
     by_rate = grouped((r for r in runs if r.batch_size == batch and r.finished), lambda r: r.learning_rate)
-    return min(by_rate, key=lambda rate: np.mean([r.final_loss for r in by_rate[rate]]), default=None)
+    return min(by_rate, key=lambda rate: float(np.mean(final_losses(by_rate[rate]))), default=None)
 
 
 def collapse_plot(data: Dataset) -> Plot | LeftOut:
@@ -91,7 +100,7 @@ def collapse_plot(data: Dataset) -> Plot | LeftOut:
     shown = all_panels[:_PANELS]
     longest = longest_examples([run for panel in shown for run in panel.runs])
     rows = [row for panel in shown for row in _rows(panel, longest)]
-    sizes = sorted({run.batch_size for panel in shown for run in panel.runs})
+    sizes = by_batch_size([run for panel in shown for run in panel.runs])
     legend = {"line": ("batch size", ordered_colours([f"batch {size}" for size in sizes]))}
     columns = ("panel", "line", "x", "mean", "low", "high", "n", "centre", "share")
     bands = any(row[6] > 1 for row in rows)
@@ -120,8 +129,7 @@ def _header(panel: Panel) -> str:
 
 def _rows(panel: Panel, longest: float) -> list[tuple]:
     curves: dict[int, list] = {}
-    for size in sorted({run.batch_size for run in panel.runs}):
-        runs = [run for run in panel.runs if run.batch_size == size]
+    for size, runs in by_batch_size(panel.runs).items():
         runs = [run for run in runs if run.finished] or runs
         curve = intervals.mean_curve([r.evaluation for r in runs], 120)
         curves[size] = [(step * size, m) for step, m in curve if step > 0]
@@ -176,8 +184,12 @@ class Curve:
     """The validation losses of one run against examples seen."""
 
     batch_size: int
-    examples: Sequence[float]
-    losses: Sequence[float]
+    examples: np.ndarray | Sequence[float]
+    losses: np.ndarray | Sequence[float]
+
+    @classmethod
+    def of(cls, run: LoadedRun) -> Curve:
+        return cls(run.batch_size or 1, run.examples(run.evaluation[0]), run.evaluation[1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from perex_t5x.experiments.report import basins, intervals, plot
-from perex_t5x.experiments.report.dataset import Dataset, Group
+from perex_t5x.experiments.report.dataset import Dataset, Group, final_losses
 from perex_t5x.experiments.report.load import LoadedRun
 
 TITLE = "Learning curves"
@@ -108,7 +108,7 @@ def longest_examples(runs: Sequence[LoadedRun]) -> float:
 
 
 def _sentence(data: Dataset) -> str:
-    finals = [(intervals.mean_interval([r.final_loss for r in g.finished]), g) for g in data.groups if g.finished]
+    finals = [(intervals.mean_interval(final_losses(g.runs)), g) for g in data.groups if g.finished]
     if not finals:
         return "No run has finished with a validation loss, so there is nothing to rank yet."
     best, group = min(finals, key=lambda f: f[0].mean)

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from perex_t5x.experiments.report.load import LoadedRun, RunSet, differences, literal
 
-Item, Key = TypeVar("Item"), TypeVar("Key", bound=Hashable)
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
 _SEED_BINDINGS = ("RANDOM_SEED", "train.random_seed", "DatasetConfig.seed")
 STUDY, RULE, OPTIMIZER, BATCH, RATE = "folder", "rule", "optimizer", "batch size", "learning rate"
 
@@ -96,6 +97,26 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
+
+
+def by_batch_size(runs: Sequence[LoadedRun]) -> dict[int, list[LoadedRun]]:
+    """Those whose batch size is known, the smallest first.
+
+    >>> list(by_batch_size([LoadedRun("a", batch_size=16), LoadedRun("b"), LoadedRun("c", batch_size=8)]))
+    [8, 16]
+    """
+    sizes = sorted({run.batch_size for run in runs if run.batch_size})
+    return {size: [run for run in runs if run.batch_size == size] for size in sizes}
+
+
+def final_losses(runs: Iterable[LoadedRun]) -> list[float]:
+    """Of those that are finished."""
+    return [loss for run in runs if (loss := run.finished_loss) is not None]
+
+
+def losses_by_seed(runs: Iterable[LoadedRun]) -> dict[int | None, float]:
+    """Seed -> final loss, of those that are finished."""
+    return {run.seed: loss for run in runs if (loss := run.finished_loss) is not None}
 
 
 def _partition(runs: Sequence[LoadedRun], axes: Sequence[Axis]) -> dict[tuple[Any, ...], list[LoadedRun]]:

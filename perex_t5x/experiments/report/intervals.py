@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +21,12 @@ class Mean(NamedTuple):
     high: float
     count: int
 
+    def mapped(self, of: Callable[[float], float]) -> Mean:
+        """Of a function that grows, such as back from the logarithm, in which ratios have even intervals."""
+        return Mean(of(self.mean), of(self.low), of(self.high), self.count)
 
-def mean_interval(values: Sequence[float]) -> Mean:
+
+def mean_interval(values: Sequence[float] | np.ndarray) -> Mean:
     """The mean of the finite values, with a 95 % t-interval; the range of two values, none of one.
 
     An interval from two values would be nine times as wide as their distance.

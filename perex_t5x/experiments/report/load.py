@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -34,6 +34,7 @@ _EVAL = "training_eval/"
 _MONITORED = ("per_example/snr/", "per_example/noise_scale_smoothed/")
 Config = dict[str, str]  # binding -> value, both as written
 Curve = tuple[np.ndarray, np.ndarray]  # steps, values
+_LARGEST = 2**63  # number that a report counts with
 _EMPTY: Curve = (np.empty(0), np.empty(0))
 
 
@@ -65,9 +66,14 @@ class LoadedRun:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
+    def finished_loss(self) -> float | None:
+        """The final loss of a run that is done, which is what comparisons are made of; None for others."""
+        return self.final_loss if self.status == "done" else None
+
+    @property
     def finished(self) -> bool:
-        """Done, with a finite final loss: what comparisons are made of."""
-        return self.status == "done" and self.final_loss is not None
+        """Done, with a finite final loss."""
+        return self.finished_loss is not None
 
     @property
     def steps(self) -> int:
@@ -142,9 +148,9 @@ def _from_config(run: LoadedRun) -> None:
     run.optimizer = optimizer.lstrip("@").removesuffix("()").rpartition(".")[2] if isinstance(optimizer, str) else None
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     """Whether it is one that a report can count with; what a configuration says may be anything."""
-    return isinstance(value, int | float) and abs(value) < 2**63  # which neither nan nor inf is
+    return isinstance(value, int | float) and abs(value) < _LARGEST  # which neither nan nor inf is
 
 
 def _from_metrics(run: LoadedRun, text: str) -> None:
@@ -157,7 +163,7 @@ def _from_metrics(run: LoadedRun, text: str) -> None:
         try:
             row = json.loads(line)
             step, name = int(row["step"]), str(row["name"])
-            if not _is_number(step):
+            if abs(step) >= _LARGEST:
                 raise ValueError("no step")
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             unreadable += bool(line.strip()) and i + 1 < len(lines)  # the last one may be half-written

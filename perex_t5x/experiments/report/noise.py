@@ -158,7 +158,7 @@ def _snr_sentence(measured: list[tuple[int, str, str, float]], layers: list[str]
     medians = {layer: value for layer in layers if layer != "all" and (value := middle(layer))}
     texts = []
     if len(medians) > 1:
-        best, worst = max(medians, key=medians.get), min(medians, key=medians.get)
+        best, worst = max(medians, key=lambda name: medians[name]), min(medians, key=lambda name: medians[name])
         texts.append(
             f"The median SNR is largest in {best} ({medians[best]:.3g}) and smallest in {worst} ({medians[worst]:.3g})"
         )

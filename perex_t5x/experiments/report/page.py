@@ -48,7 +48,7 @@ def page(title: str, data: Dataset, plots: Sequence[Plot | LeftOut], command: st
 
 
 def _file(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return resources.files("perex_t5x.experiments.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _embedded(content: Any) -> str:

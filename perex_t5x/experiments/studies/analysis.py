@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from perex_t5x.experiments.report import intervals
-from perex_t5x.experiments.report.dataset import Key, grouped
+from perex_t5x.experiments.report.dataset import Key, final_losses, grouped, losses_by_seed
 from perex_t5x.experiments.report.intervals import Mean
 from perex_t5x.experiments.report.load import LoadedRun
 
 
 def final(runs: Sequence[LoadedRun]) -> Mean:
     """The final validation loss over seeds."""
-    return intervals.mean_interval([run.final_loss for run in runs if run.finished])
+    return intervals.mean_interval(final_losses(runs))
 
 
 def rate_of(run: LoadedRun) -> float:
@@ -58,8 +58,9 @@ def paired(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> Mean:
     >>> paired(a, b).mean
     0.5
     """
-    losses = {run.seed: run.final_loss for run in others if run.finished}
-    return intervals.mean_interval([r.final_loss - losses[r.seed] for r in runs if r.finished and r.seed in losses])
+    theirs = losses_by_seed(others)
+    ours = [(run.seed, loss) for run in runs if (loss := run.finished_loss) is not None]
+    return intervals.mean_interval([loss - theirs[seed] for seed, loss in ours if seed in theirs])
 
 
 def apart(difference: Mean) -> bool:

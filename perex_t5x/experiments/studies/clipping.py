@@ -100,7 +100,7 @@ def capped(run: LoadedRun) -> float:
     >>> capped(LoadedRun("a", status="done", final_loss=2.5)), round(capped(LoadedRun("a", status="failed")), 3)
     (2.5, 5.545)
     """
-    return min(run.final_loss, GUESSING) if run.finished else GUESSING
+    return GUESSING if run.finished_loss is None else min(run.finished_loss, GUESSING)
 
 
 def beyond(runs: Sequence[LoadedRun], best: float) -> dict[int | None, float]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from perex_t5x.experiments.report import intervals
+from perex_t5x.experiments.report.dataset import by_batch_size
 from perex_t5x.experiments.report.intervals import Mean
 from perex_t5x.experiments.report.load import LoadedRun, RunSet
 from perex_t5x.experiments.studies import analysis
@@ -23,8 +24,8 @@ _PAPER = (
 
 def analyse(folder: RunSet, path: str) -> list[Finding]:
     del path
-    by_size = analysis.grouped([run for run in folder.runs if run.finished], lambda run: run.batch_size)
-    by_size = {size: runs for size, runs in sorted(by_size.items()) if any(PREFIX + "all" in r.monitored for r in runs)}
+    by_size = by_batch_size([run for run in folder.runs if run.finished])
+    by_size = {size: runs for size, runs in by_size.items() if any(PREFIX + "all" in r.monitored for r in runs)}
     if not by_size:
         return []
     return [_over_training(by_size), _by_group(by_size)]
@@ -43,7 +44,7 @@ def read_at(run: LoadedRun, group: str, share: float) -> float:
 def over_seeds(runs: Sequence[LoadedRun], group: str, share: float) -> Mean:
     """Geometric mean and interval over the seeds."""
     m = intervals.mean_interval([np.log(read_at(run, group, share)) for run in runs])
-    return Mean(*(float(np.exp(x)) for x in m[:3]), m.count)
+    return m.mapped(lambda x: float(np.exp(x)))
 
 
 def _over_training(by_size: dict[int, list[LoadedRun]]) -> Finding:
@@ -65,7 +66,7 @@ def _over_training(by_size: dict[int, list[LoadedRun]]) -> Finding:
 
 def _by_group(by_size: dict[int, list[LoadedRun]]) -> Finding:
     """Kinds of parameters at the end of the runs with the largest batch size, where measurements are clearest."""
-    size, runs = max(by_size.items())
+    size, runs = list(by_size.items())[-1]
     groups = sorted({key.removeprefix(PREFIX) for run in runs for key in run.monitored if key.startswith(PREFIX)})
     rows, ends = [], {}
     for group in groups:

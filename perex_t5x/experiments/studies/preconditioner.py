@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from perex_t5x.experiments.report.dataset import losses_by_seed
 from perex_t5x.experiments.report.intervals import mean_interval
 from perex_t5x.experiments.report.load import LoadedRun, RunSet
 from perex_t5x.experiments.studies import analysis
@@ -86,14 +87,14 @@ def _contrast_finding(at_best: dict[Arm, list[LoadedRun]]) -> list[Finding]:
 
     def of_seed(names: tuple[str, str], clipping: list[str]) -> dict[int | None, float]:
         """The mean over these arms, for seeds that all of them have."""
-        arms = [{r.seed: r.final_loss for r in at_best.get((name, c), [])} for name in names for c in clipping]
+        arms = [losses_by_seed(at_best.get((name, c), [])) for name in names for c in clipping]
         return {seed: sum(a[seed] for a in arms) / len(arms) for seed in set.intersection(*map(set, arms))}
 
     clippings = sorted({clipping for _, clipping in at_best})
     rows = []
     for said, chosen in [*((c or "not clipped", [c]) for c in clippings), ("all", clippings)]:
         signal, variance = of_seed(_SIGNAL, chosen), of_seed(_VARIANCE, chosen)
-        difference = mean_interval([variance[seed] - signal[seed] for seed in sorted(variance) if seed in signal])
+        difference = mean_interval([variance[seed] - signal[seed] for seed in variance if seed in signal])
         if difference.count:
             rows.append(
                 [said, analysis.signed(difference), difference.count, "yes" if analysis.apart(difference) else "no"]

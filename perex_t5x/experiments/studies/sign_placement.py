@@ -88,7 +88,7 @@ def _snr_finding(at_best: dict[Any, list[LoadedRun]]) -> list[Finding]:
         scale = over_seeds(runs, "all", 0.8)
         if not scale.count or name not in PLACES:
             continue
-        s = Mean(*(x**-0.5 for x in (scale.mean, scale.high, scale.low)), scale.count)  # s² = 1 / noise scale
+        s = Mean(scale.mean**-0.5, scale.high**-0.5, scale.low**-0.5, scale.count)  # s² = 1 / noise scale
         k = {"example": 1, "batch": size, "average": size * _averaged(runs[0])}[PLACES[name]]
         entering = s.mean * math.sqrt(k)
         rows.append([size, name, analysis.number(s.mean, 3), analysis.interval(s, 3), analysis.number(entering, 2),
@@ -221,6 +221,7 @@ def _gradients(
 ) -> np.ndarray:
     """Gradients of single examples that the training has not seen, at some coordinates."""
     import jax
+    import jax.flatten_util
     import jax.numpy as jnp
 
     flat, unravel = jax.flatten_util.ravel_pytree(params)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from perex_t5x.experiments.report import dataset, intervals
-from perex_t5x.experiments.report.collapse import Curve, Panel, collapse
+from perex_t5x.experiments.report.collapse import Collapse, Curve, Panel, collapse
 from perex_t5x.experiments.report.collapse import panels as collapse_panels
 from perex_t5x.experiments.report.intervals import Mean
 from perex_t5x.experiments.report.load import LoadedRun, RunSet
@@ -52,7 +52,7 @@ def _collapse_finding(panels: Sequence[Panel]) -> Finding:
     rows = []
     plain = next((p for p in ranked if p.runs[0].rule == "sqrt"), None)
     for panel in ranked:
-        number = _exponential(jackknife(panel.runs, lambda runs, p=panel: math.log(_collapse(p, runs).number)))
+        number = jackknife(panel.runs, lambda runs, p=panel: _log_number(p, runs)).mapped(math.exp)
         rows.append(
             [panel.label, analysis.number(panel.result.number, 2), analysis.interval(number, 2),
              analysis.number(panel.result.across_batch), analysis.number(panel.result.across_seed), _beside(plain, panel)]
@@ -74,33 +74,36 @@ def _collapse_finding(panels: Sequence[Panel]) -> Finding:
     return analysis.finding(title, text, columns, rows, paper=_PAPER, plot="collapse")
 
 
-def _collapse(panel: Panel, runs: Sequence[LoadedRun]) -> Any:
+def _collapse(panel: Panel, runs: Sequence[LoadedRun]) -> Collapse | None:
+    """Of those of the panel's runs that are among these."""
     mine = {id(run) for run in panel.runs}
-    curves = [
-        Curve(run.batch_size, run.examples(run.evaluation[0]), run.evaluation[1]) for run in runs if id(run) in mine
-    ]
-    return collapse(curves, panel.warmup)
+    return collapse([Curve.of(run) for run in runs if id(run) in mine], panel.warmup)
 
 
-def _exponential(m: Mean) -> Mean:
-    """Back from the logarithm, in which ratios have even intervals."""
-    return Mean(*(math.exp(x) for x in m[:3]), m.count)
+def _log_number(panel: Panel, runs: Sequence[LoadedRun]) -> float:
+    """Not a number where the runs have no collapse number: without one seed, a batch size may have no curve."""
+    part = _collapse(panel, runs)
+    return math.log(part.number) if part is not None else math.nan
 
 
 def _beside(plain: Panel | None, panel: Panel) -> str:
     """How far batch sizes lie apart, beside the square-root rule."""
     if plain is None or plain is panel:
         return "–" if plain is None else "1"
-    m = _exponential(jackknife([*plain.runs, *panel.runs], lambda runs: _log_ratio(plain, panel, runs)))
+    m = jackknife([*plain.runs, *panel.runs], lambda runs: _log_ratio(plain, panel, runs)).mapped(math.exp)
     return f"{m.mean:.2f} ({analysis.interval(m, 2)})"
 
 
 def _log_ratio(one: Panel, other: Panel, runs: Sequence[LoadedRun]) -> float:
-    return math.log(_collapse(other, runs).across_batch / _collapse(one, runs).across_batch)
+    """Not a number as in `_log_number`."""
+    parts = _collapse(other, runs), _collapse(one, runs)
+    if parts[0] is None or parts[1] is None:
+        return math.nan
+    return math.log(parts[0].across_batch / parts[1].across_batch)
 
 
 def jackknife(runs: Sequence[LoadedRun], of: Callable[[Sequence[LoadedRun]], float]) -> Mean:
-    """A number with an interval from leaving out one seed at a time.
+    """A number with an interval from leaving out one seed at a time; with none where the others alone have no number.
 
     >>> runs = [LoadedRun("a", seed=s, final_loss=float(s)) for s in range(3)]
     >>> m = jackknife(runs, lambda rs: float(np.mean([r.final_loss for r in rs])))
@@ -108,13 +111,12 @@ def jackknife(runs: Sequence[LoadedRun], of: Callable[[Sequence[LoadedRun]], flo
     >>> abs(m.low - same.low) < 1e-9, m.mean
     (True, 1.0)
     """
-    seeds = sorted({run.seed for run in runs})
-    n = len(seeds)
-    if n < 3:
-        return Mean(of(runs), math.nan, math.nan, 1)
-    left = [of([run for run in runs if run.seed != seed]) for seed in seeds]
+    seeds = dict.fromkeys(run.seed for run in runs)
+    n, whole = len(seeds), of(runs)
+    left = [of([run for run in runs if run.seed != seed]) for seed in seeds] if n >= 3 else []
+    if not left or not all(map(math.isfinite, left)):
+        return Mean(whole, math.nan, math.nan, 1)
     # As pseudo-values, of which an ordinary interval is taken; their mean is the estimate less its bias.
-    whole = of(runs)
     m = intervals.mean_interval([n * whole - (n - 1) * value for value in left])
     return Mean(whole, m.low - m.mean + whole, m.high - m.mean + whole, n)
 
@@ -132,7 +134,7 @@ def _range_finding(panels: Sequence[Panel]) -> list[Finding]:
     for panel in panels:
         cells: list[Any] = [panel.label]
         for end in ends:
-            part = _collapse(panel, [run for run in panel.runs if run.batch_size <= end])
+            part = _collapse(panel, [run for run in panel.runs if run.batch_size and run.batch_size <= end])
             number = part.number if part is not None else math.nan
             cells.append(analysis.number(number, 2))
             if number <= 1:
@@ -184,11 +186,12 @@ def _exponent_finding(runs: Sequence[LoadedRun]) -> list[Finding]:
     """How the best rate follows the batch size, from the basins of those that were tuned."""
     first = next((run.rule for run in runs), None)
     rows, points = [], []
-    for size, of_size in sorted(analysis.grouped([r for r in runs if r.rule == first], lambda r: r.batch_size).items()):
+    for size, of_size in dataset.by_batch_size([r for r in runs if r.rule == first]).items():
         by_rate = analysis.grouped([r for r in of_size if r.finished], lambda r: r.learning_rate)
         # The best rate was run with more seeds than the others: compared are those that all have.
         seeds = set.intersection(*({r.seed for r in group} for group in by_rate.values())) if by_rate else set()
-        losses = {rate: analysis.final([r for r in group if r.seed in seeds]).mean for rate, group in by_rate.items()}
+        losses = {rate: analysis.final([r for r in group if r.seed in seeds]).mean
+                  for rate, group in by_rate.items() if rate is not None}  # fmt: skip
         best = lowest(losses)
         if best is not None:
             points.append((math.log(size), math.log(best)))

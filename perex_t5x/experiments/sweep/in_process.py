@@ -69,22 +69,25 @@ class _Group:
     def prepare(self, run: Run, root: str) -> Callable[..., Any]:
         """`Training.run` of this run, with the compiled programs and what was read while Gin held its configuration."""
         with self._lock, contextlib.ExitStack() as if_it_fails:
-            self.making = not self.ready
-            setup = self._shared.setup if self._shared is not None else None
+            shared = self._shared
+            self.making = shared is None
             with _gin_lock:
                 plan.parse_configuration(run.files, run.bindings, run.search_paths, run.folder(root))
                 arguments = train_arguments()
                 _check(arguments)
-                training = if_it_fails.enter_context(train_script.Training(arguments, setup))
+                training = if_it_fails.enter_context(
+                    train_script.Training(arguments, None if shared is None else shared.setup)
+                )
                 training.describe()
                 feed, rates = training.make_feed(), learning_rates(training)
-                compile_all = None if self.ready else _lower(training)
-            if compile_all is not None:
-                self._shared, self.making = Shared(training.setup, compile_all()), False
+                compile_all = _lower(training) if shared is None else lambda: shared.programs
+            programs = compile_all()
+            if shared is None:
+                self._shared, self.making = Shared(training.setup, programs), False
                 if self._kept is not None:
                     self._kept[self._name] = self._shared
             if_it_fails.pop_all()  # from here on its folder is held until `run` ends
-            return functools.partial(training.run, self._shared.programs, feed, learning_rates=rates)
+            return functools.partial(training.run, programs, feed, learning_rates=rates)
 
     def finished_one(self) -> None:
         self.left -= 1

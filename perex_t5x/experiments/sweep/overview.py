@@ -150,7 +150,12 @@ def _means(runs: Sequence[Run], results: Sequence[Result]) -> dict[tuple[tuple[s
         if result.status in (DONE, FAILED):
             setting = tuple((axis, repr(value)) for axis, value in run.values.items() if axis != axes.SEED)
             losses_by_setting.setdefault(setting, []).append(result.eval_loss)
-    return {s: sum(losses) / len(losses) for s, losses in losses_by_setting.items() if None not in losses}
+    means = {}
+    for setting, losses in losses_by_setting.items():
+        known = [loss for loss in losses if loss is not None]
+        if len(known) == len(losses):
+            means[setting] = sum(known) / len(known)
+    return means
 
 
 def _at(setting: tuple[tuple[str, str], ...], axis: str) -> str:

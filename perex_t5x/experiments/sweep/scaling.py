@@ -353,7 +353,7 @@ def _train_steps(base: BaseSettings, k: float, batch_size: int, base_batch_size:
 def _scaled_decay(base: BaseSettings, k: float) -> list[str]:
     """The slope of `linear_decay` is per step; that of `decay_every` is per `steps_per_decay`, and stays."""
     factors = base.factor_names
-    if "linear_decay" not in factors:
+    if base.decay_factor is None or "linear_decay" not in factors:
         return []
     if "decay_every" in factors:
         raise ConfigError(

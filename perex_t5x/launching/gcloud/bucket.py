@@ -55,7 +55,7 @@ class GcloudFolder(LaunchFolder):
         if done.returncode != 0:
             raise ConfigError(shell.refusal(f"{self.join(*names)} cannot be written", done.said))
 
-    def list(self, *names: str) -> list[str]:
+    def entries(self, *names: str) -> list[str]:
         return sorted(self.sizes(*names))
 
     def sizes(self, *names: str) -> dict[str, int]:

@@ -31,7 +31,7 @@ from perex_t5x.launching.gcloud.remote import HostStatus
 from perex_t5x.launching.gcloud.resource import GONE, Description, Resource
 from perex_t5x.launching.gcloud.session import Options, Session
 from perex_t5x.launching.gcloud.steps import Steps
-from perex_t5x.launching.request import Request, define_launch_flags
+from perex_t5x.launching.request import LaunchFlags, Request, define_launch_flags
 from perex_t5x.launching.shell import Commands, Leftovers, say
 
 # Steps that need to know what runs; the others find an existing launch by its name.
@@ -68,20 +68,22 @@ def main(args: Any, words: list[str]) -> int:
     resource.check_create_flags(args.create_flag, args.detach)
     if command in _BY_NAME and args.dir:
         _find_detached(args, commands)
-    request = Request.from_flags(args, with_work=command in _WITH_WORK)
+    request = (Request if command in _WITH_WORK else LaunchFlags).from_flags(args)
     if request.slice is not None:
         request.slice.check_tpu_api()
-    request = request.in_bucket().located(commands)
+    if isinstance(request, Request):
+        request.in_bucket()
+    request = request.located(commands)
     target = Resource(request.name, request.project, request.zone, request.slices, args.internal_ip)
     out = args.out or os.path.join("launches", request.name)
     options = Options(out, args.wait_hours, args.remote_python, tuple(args.create_flag), args.detach)
     todo = Steps(target, commands)
-    if command == "launch":
-        return _launch(request, todo, options)
     if command in _OF_ZONE:
         return _of_zone(command, request, todo)
-    if command in _BY_NAME:
+    if not isinstance(request, Request):
         return _by_name(command, args, request, todo, options)
+    if command == "launch":
+        return _launch(request, todo, options)
     if command == "check":
         _check(request, todo, options)
     elif command == "create":
@@ -121,7 +123,7 @@ def _check(request: Request, todo: Steps, options: Options) -> bundle.Checkout:
 
 
 def _launch(request: Request, todo: Steps, options: Options) -> int:
-    listed = todo.list()
+    listed = todo.resources()
     if (watcher := _detached_already(request, todo, listed)) is not None:
         say("\n".join(detached.ways(request.work.root, request.name)))
         return 0 if options.detach else watcher.follow()
@@ -134,10 +136,9 @@ def _launch(request: Request, todo: Steps, options: Options) -> int:
         return _join(request, todo, options, existing.state)
     if options.detach:
         return detached.launch(request, todo, options, files)
-    run = Session(todo, request, options, files.commit)
     try:
         with Leftovers(todo.commands, request.keep) as leftovers:
-            run.bundle = todo.upload(request, files)
+            run = Session(todo, request, options, files.commit, todo.upload(request, files))
             run.make(leftovers)
     except steps.ExistsError:
         existing = session.find_existing(request, todo)
@@ -170,14 +171,14 @@ def _watcher(root: str, name: str, todo: Steps) -> Watcher:
 
 def _join(request: Request, todo: Steps, options: Options, state: str) -> int:
     """Takes over a launch that another process has started: follows and restarts it as if this one had started it."""
-    run = Session(todo, request, options, "joined")
     with _named(todo), Leftovers(todo.commands):  # SIGTERM acts as Ctrl-C
         if state != "ACTIVE":
             todo.wait(options.wait_hours)
         hosts = todo.status()
-        run.bundle = todo.uploaded(steps.bundle_url(request.work.root, request.name))
-        if run.bundle is None:  # `create` alone uploads nothing
-            run.bundle = todo.upload(request, bundle.checkout(request.allow_uncommitted))
+        uploaded = todo.uploaded(steps.bundle_url(request.work.root, request.name))
+        if uploaded is None:  # `create` alone uploads nothing
+            uploaded = todo.upload(request, bundle.checkout(request.allow_uncommitted))
+    run = Session(todo, request, options, "joined", uploaded)
     if any(_has_stopped(host) for host in hosts):
         say("the program there has stopped: it is restarted, with the current package")
         with Leftovers(todo.commands, request.keep) as leftovers:
@@ -214,7 +215,7 @@ def _create(request: Request, todo: Steps, options: Options) -> None:
     say(todo.target.still_there)
 
 
-def _by_name(command: str, args: Any, request: Request, todo: Steps, options: Options) -> int:
+def _by_name(command: str, args: Any, request: LaunchFlags, todo: Steps, options: Options) -> int:
     """Steps on an existing launch, which knows its number of slices."""
     if command == "collect":
         if not args.dir:
@@ -248,14 +249,14 @@ def _by_name(command: str, args: Any, request: Request, todo: Steps, options: Op
     return 0
 
 
-def _by_bucket(args: Any, request: Request, todo: Steps) -> Watcher | None:
+def _by_bucket(args: Any, request: LaunchFlags, todo: Steps) -> Watcher | None:
     """The detached launch of this name: by its folder in the bucket, or else by what its queued resources say of it."""
     if todo.commands.dry_run:
         return None
     if args.dir:
         watcher = _watcher(names.check_bucket_path(args.dir), request.name, todo)
         return watcher if detached.read_state(watcher.folder) is not None else None
-    found = detached.attempts(todo.list(), request.name)
+    found = detached.attempts(todo.resources(), request.name)
     return _watcher(found[-1].root, request.name, todo) if found and found[-1].root else None
 
 
@@ -278,7 +279,7 @@ def _copy(request: Request, todo: Steps) -> None:
         todo.copy(todo.upload(request, files))
 
 
-def _find(todo: Steps, request: Request) -> Description:
+def _find(todo: Steps, request: LaunchFlags) -> Description:
     """The existing launch of this name; raises `ConfigError` if there is none."""
     existing = todo.describe(dry=dataclasses.replace(GONE, state="ACTIVE", slices=request.slices))
     if existing.state == "GONE":
@@ -312,11 +313,11 @@ def _follow(todo: Steps) -> int:
             raise TrainingError(f"{ended.how}: launch again with the same flags to resume from the newest checkpoint.")
     say(f"the program has ended with {ended}")
     say(todo.target.still_there)
-    return ended.exit_code
+    return Reason.ERROR.exit_code if ended.exit_code is None else ended.exit_code
 
 
-def _of_zone(command: str, request: Request, todo: Steps) -> int:
-    existing = todo.list()
+def _of_zone(command: str, request: LaunchFlags, todo: Steps) -> int:
+    existing = todo.resources()
     for one in existing:
         print(f"{one.name}  {one.state}  {one.slices} slice(s)  commit {one.labels.get('perex-commit', '?')}")
     if command == "list" or not existing:

@@ -69,7 +69,8 @@ class State:
         return {"version": 1, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
-        ended = f" with exit code {self.exit_code} ({Reason.of_exit_code(self.exit_code)})" if self.ended else ""
+        code = self.ended_with
+        ended = "" if code is None else f" with exit code {code} ({Reason.of_exit_code(code)})"
         words = f": {self.message}" if self.message else ""
         return (
             f"{self.state}{ended} as of {self.time}{words}\n{self.resource}, after {self.restarts} restarts of at most "
@@ -77,8 +78,9 @@ class State:
         )
 
     @property
-    def ended(self) -> bool:
-        return self.state == ENDED and self.exit_code is not None
+    def ended_with(self) -> int | None:
+        """The exit code, once it has ended."""
+        return self.exit_code if self.state == ENDED else None
 
 
 def read_state(folder: GcloudFolder) -> State | None:
@@ -90,7 +92,7 @@ def find_launch(root: str, name: str | None, commands: Commands) -> str:
     """The name of the launch in a folder, if only one was launched there."""
     if name:
         return name
-    found = GcloudFolder(root, commands).list(".launch")
+    found = GcloudFolder(root, commands).entries(".launch")
     if len(found) != 1:
         which = f"is one of {', '.join(found)}" if found else "cannot be found: nothing was launched there"
         raise ConfigError(f"--name is missing, and {which} in {root}.")
@@ -204,9 +206,8 @@ def ways(root: str, name: str) -> list[str]:
 
 def attempts(listed: Iterable[Description], name: str) -> list[Description]:
     """The queued resources of a detached launch, oldest first, among those of a zone."""
-    return sorted(
-        (one for one in listed if one.launch == name and one.attempt is not None), key=lambda one: one.attempt
-    )
+    numbered = [(one.attempt, one) for one in listed if one.launch == name and one.attempt is not None]
+    return [one for _, one in sorted(numbered, key=lambda pair: pair[0])]
 
 
 def _may_continue(one: Description) -> bool:
@@ -241,11 +242,11 @@ class Watcher:
 
     def _resources(self, state: State) -> list[str]:
         try:
-            found = attempts(self.todo.list(), self.name)
+            found = attempts(self.todo.resources(), self.name)
         except TrainingError as e:  # a machine that can read the bucket, and nothing else
             return [f"the queued resources are not known: {str(e).splitlines()[0]}"]
         lines = [f"{one.name}: {one.state}{': ' if one.error else ''}{one.error}" for one in found]
-        if not state.ended and not any(map(_may_continue, found)):
+        if state.ended_with is None and not any(map(_may_continue, found)):
             lines.append("nothing runs, and no new slices are requested: launch again with the same flags to resume.")
         return lines
 
@@ -258,10 +259,10 @@ class Watcher:
             if (state.state, state.resource, state.restarts) != shown:
                 say(f"{self.name}: {state}")
                 shown = (state.state, state.resource, state.restarts)
-            if state.ended:
-                if state.exit_code != 0 and (error := self.folder.first_error()) is not None:
+            if (code := state.ended_with) is not None:
+                if code != 0 and (error := self.folder.first_error()) is not None:
                     say(f"first error: {error}\n{error.traceback}")
-                return state.exit_code
+                return code
             if gone := self._gone(state):
                 raise TrainingError(gone)
             self.todo.sleep(self.todo.poll)
@@ -269,7 +270,7 @@ class Watcher:
     def _gone(self, state: State) -> str | None:
         """Why nobody will continue; None if somebody does, or the cloud does not say."""
         try:
-            found = attempts(self.todo.list(), self.name)
+            found = attempts(self.todo.resources(), self.name)
             if any(map(_may_continue, found)):
                 return None
             again = read_state(self.folder)  # it may have ended in between, and deleted itself
@@ -285,7 +286,7 @@ class Watcher:
 
     def _print_log(self, state: State) -> None:
         """What is new in the first host's logs of the newest attempt."""
-        attempts = launch_folder.in_order(n for n in self.folder.list("logs") if n.startswith(f"{state.launch_id}."))
+        attempts = launch_folder.in_order(n for n in self.folder.entries("logs") if n.startswith(f"{state.launch_id}."))
         for attempt in attempts[-2:]:  # the former one may have grown once more
             host = launch_folder.host_name(0)
             for name, size in sorted(self.folder.sizes("logs", attempt, host).items()):
@@ -303,7 +304,7 @@ class Watcher:
         say("asked to stop: within a minute or two the hosts save, stop and delete their slices")
 
     def delete(self) -> None:
-        found = attempts(self.todo.list(), self.name)
+        found = attempts(self.todo.resources(), self.name)
         if not found:
             say(f"there are no queued resources of the launch {self.name}")
         self.todo.delete_each(found)

@@ -95,8 +95,8 @@ class Resource:
         """The line that names it if it is not deleted."""
         return still_there(self.what, self.delete())
 
-    def list(self) -> list[str]:
-        """Lists all of the zone, whoever created them."""
+    def list_all(self) -> list[str]:
+        """Those of the zone, whoever created them."""
         return ["gcloud", *_QUEUED, "list", *self.where, "--format=json"]
 
     def describe_node(self, node: str) -> list[str]:

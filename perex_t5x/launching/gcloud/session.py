@@ -44,7 +44,7 @@ class Session:
     request: Request
     options: Options
     commit: str
-    bundle: Bundle | None = None
+    bundle: Bundle
     _restarts: int = 0
     _follower: Follower = field(init=False)
     _named: bool = False  # whether the slices are deleted or named elsewhere
@@ -121,7 +121,7 @@ class Session:
     def _run(self) -> int:
         while True:
             ended = self._follow()
-            if ended.reason in (Reason.DONE, Reason.SOME_FAILED):
+            if ended.reason is Reason.DONE or ended.reason is Reason.SOME_FAILED:
                 return self._finish(ended.reason)
             if ended.reason is Reason.CONFIGURATION:
                 self._give_up(ConfigError("the program ended with a configuration error (exit code 2), see above."))
@@ -185,8 +185,7 @@ class Session:
         self._named = True
         with Leftovers(self.steps.commands, self.request.keep) as leftovers:
             leftovers.add(self.steps.target.what, self.steps.target.delete())
-            if self.bundle is not None:
-                self._keep_logs(self.bundle.folder)
+            self._keep_logs(self.bundle.folder)
             raise error
 
     def _keep_logs(self, url: str) -> None:
@@ -215,7 +214,7 @@ class Session:
 
 def check_folder(request: Request, steps: Steps, listed: Sequence[Description] | None = None) -> None:
     """Raises `ConfigError` if a launch of another name writes into the same folder."""
-    for other in steps.list() if listed is None else listed:
+    for other in steps.resources() if listed is None else listed:
         same_folder = other.labels.get(resource.LABEL_RUN) == request.work.fingerprint
         if same_folder and other.launch != request.name and other.exists_or_pending:
             raise ConfigError(

@@ -84,7 +84,7 @@ def script(
             f"# Start-up script of the launch {request.name}, commit {commit}; see docs/launch.md of perex_t5x.",
             *(f"{key}={shlex.quote(str(value))}" for key, value in settings.items()),
             f"create() {{ # RESOURCE ATTEMPT\n  {' '.join(map(_quoted, successor))}\n}}",
-            resources.files(__package__).joinpath("startup.sh").read_text(encoding="utf-8"),
+            resources.files("perex_t5x.launching.gcloud").joinpath("startup.sh").read_text(encoding="utf-8"),
         ]
     )
     if len(text.encode()) > _MOST_BYTES:

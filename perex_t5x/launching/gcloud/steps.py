@@ -81,10 +81,10 @@ class Steps:
             return GONE
         raise _unanswered(f"{self.target.what} cannot be described", done)
 
-    def list(self) -> list[Description]:
+    def resources(self) -> list[Description]:
         """The queued resources that launches have created in this zone."""
         transient = [shell.GCLOUD_TRANSIENT]
-        done = self.commands.run(self.target.list(), check=False, retries=4, retry_on=transient, dry="[]")
+        done = self.commands.run(self.target.list_all(), check=False, retries=4, retry_on=transient, dry="[]")
         if done.returncode != 0:
             raise TrainingError(shell.refusal("the queued resources cannot be listed", done.said))
         return [one for item in json.loads(done.stdout or "[]") if (one := Description.of(item)).ours]

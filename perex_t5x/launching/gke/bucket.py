@@ -65,7 +65,7 @@ def find(root: str, group: str) -> list[Launch]:
     """The launch of this name, or its parts; raises `ConfigError` if the folder holds none, or cannot be read."""
     root = names.check_bucket_path(root)
     buckets.check(root, "--dir", writes=False)
-    there = LaunchFolder(f"{root}/.launch").list()
+    there = LaunchFolder(f"{root}/.launch").entries()
     own = [name for name in there if re.fullmatch(rf"{re.escape(group)}(-\d+)?", name)]
     if not own:
         others = f" It has {', '.join(there)}." if there else ""
@@ -125,8 +125,8 @@ def _look(launches: list[Launch], logs: list[_Log], shown: dict[str, str]) -> in
         if shown.get(launch.name) != words:
             shown[launch.name] = words
             say(f"{launch.name}: {words}")
-    reasons = [_end(state) for state in states]
-    if not all(reasons):
+    reasons = [reason for state in states if (reason := _end(state)) is not None]
+    if len(reasons) < len(states):
         return None
     for launch, reason in zip(launches, reasons, strict=True):
         if reason is not Reason.DONE:
@@ -155,7 +155,7 @@ class _Log:
         from etils import epath
 
         attempt, folder = str(state.get("attempt", "")), self._launch.folder
-        logs = launch_folder.log_parts(folder.list("logs", attempt, _FIRST_HOST)) if attempt else {}
+        logs = launch_folder.log_parts(folder.entries("logs", attempt, _FIRST_HOST)) if attempt else {}
         for parts in logs.values():
             for part in parts:
                 path = folder.join("logs", attempt, _FIRST_HOST, part)

@@ -89,7 +89,8 @@ class Shape:
     @property
     def secret_keys(self) -> dict[str, tuple[str, str]]:
         """Variable -> (Secret, key)."""
-        return {variable: _SECRET.fullmatch(reference).groups() for variable, reference in self.secrets.items()}
+        matches = {variable: _SECRET.fullmatch(reference) for variable, reference in self.secrets.items()}
+        return {variable: (match[1], match[2]) for variable, match in matches.items() if match}
 
     def _problems(self) -> list[str]:
         """All at once."""

@@ -30,6 +30,8 @@ from perex_t5x.errors import ConfigError, TrainingError
 from perex_t5x.experiments.sweep import execute
 from perex_t5x.experiments.sweep.runs import Run
 
+_UNRECORDED = -signal.SIGKILL  # a process that has left no record was killed before it could write one
+
 
 def modules() -> tuple[Any, Any]:
     """`xm` and `xm_local`; raises `ConfigError` if XManager is not installed."""
@@ -75,8 +77,7 @@ class Experiment:
         return _WorkUnit(self, run, root, environment)
 
     def add(self, run: Run, command: list[str], environment: Mapping[str, str], log: str) -> UnitProcess:
-        if self._made is None:
-            self._open()
+        made = self._open() if self._made is None else self._made
         number = len(self._entry["work_units"]) + 1
         status = os.path.join(self._scratch, f"{number}.json")
         arguments = ["-I", "-S", os.path.abspath(subprocesses.__file__), status, str(os.getpid()), log, *command]
@@ -92,7 +93,7 @@ class Experiment:
             await work_unit.add(job)
 
         with _explained(run):
-            launched = self._made.add(launch, args=settings(run))
+            launched = made.add(launch, args=settings(run))
         self._entry["work_units"][str(number)] = {"run": run.name, **settings(run)}
         self._write_record()
 
@@ -102,7 +103,7 @@ class Experiment:
 
         return UnitProcess(run, launched, status, started, environment.get(status_lib.VARIABLE), log)
 
-    def _open(self) -> None:
+    def _open(self) -> Any:
         try:
             made = self._xm_local.create_experiment(experiment_title=self.title)
         except Exception as e:  # of the database: not writable, of an older version, or its server is down
@@ -113,6 +114,7 @@ class Experiment:
         [self._binary] = made.package([self._xm.Packageable(executable_spec=python, executor_spec=here)])
         self._entry = {"experiment_id": made.experiment_id, "title": self.title, "started": _now(), "work_units": {}}
         logging.info("XManager experiment %d, %r", made.experiment_id, self.title)
+        return made
 
     def _write_record(self) -> None:
         """Entries of earlier launches into the same folder are kept."""
@@ -180,8 +182,7 @@ class UnitProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         if self._ended.done():
-            # Without a record the process was killed before it could write one.
-            self.returncode = self._read().get("returncode", -signal.SIGKILL)
+            self.returncode = self._read().get("returncode", _UNRECORDED)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -191,8 +192,9 @@ class UnitProcess:
 
     def status(self) -> status_lib.Status:
         """After its end."""
+        returncode = _UNRECORDED if self.returncode is None else self.returncode
         said = subprocesses.last_line(subprocesses.read_tail(self._log, 20_000))
-        return status_lib.of_process(self.returncode, self._status_file, message=said)
+        return status_lib.of_process(returncode, self._status_file, message=said)
 
     def _read(self) -> dict[str, int]:
         try:

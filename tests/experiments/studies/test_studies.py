@@ -107,6 +107,18 @@ def test_sqrt_scaling_finds_the_rule_and_the_exponent(tmp_path):
     assert float(exponent["title"].rpartition("^")[2]) == pytest.approx(0.5, abs=0.03)
 
 
+@pytest.mark.parametrize("rules", [("sqrt",), ("sqrt", "linear")])
+def test_a_batch_size_with_one_seed_so_far_has_a_number_and_no_interval(tmp_path, rules):
+    """As where a study was interrupted: without that seed only one batch size is left, and nothing to collapse."""
+    runs = [{**run, "values": {**run["values"], "rule": rule}, "status": status} for rule in rules
+            for run in report_support.scaling_runs(0.2, rule, sizes=(8, 32))
+            if (status := "waiting" if run["batch_size"] == 32 and run["seed"] else "done")]  # fmt: skip
+    report_support.write_sweep(str(tmp_path), runs, name="sqrt_scaling", rule=list(rules))
+    collapse, *_ = analysed("sqrt_scaling", tmp_path)
+    assert all(row[1] > 1 and row[2] == "one seed" for row in collapse["table"]["rows"])
+    assert collapse["text"].count("not clearly apart") == len(rules) - 1
+
+
 def test_preconditioner_orders_with_intervals(tmp_path):
     runs = report_support.basin_runs({"adamw": 0.004, "micro_adam": 0.008, "micro_adam_msq": 0.002}, seeds=(0, 1, 2, 3))
     clipped = [{**run, "values": {**run["values"], "Trainer.clip_norm": 2.0}, "shift": run["shift"] + 0.5}

@@ -62,7 +62,7 @@ def test_a_failed_launch_shows_its_first_error(tmp_path, cloud_storage, cloud_st
     assert first in said and said == ours[: len(said)]
     [launch] = bucket.find(root, "sqrt")
     assert bucket.merged([launch]).launch_id == work["launch_id"]
-    assert launch.folder.list("logs", f"{work['launch_id']}.3") == ["0-0000"]
+    assert launch.folder.entries("logs", f"{work['launch_id']}.3") == ["0-0000"]
     with pytest.raises(ConfigError, match="holds no launch with the name 'other'.* It has sqrt"):
         bucket.find(root, "other")
 
