@@ -140,7 +140,8 @@ def test_what_is_refused_before_anything_is_compiled(train, arguments, message):
 
 
 def test_what_has_no_effect_is_said_in_a_line(train, caplog):
-    train(dry_run=True, concurrent_metrics=False, use_orbax=False, verify_matching_vocabs_fn=None)
+    with caplog.at_level("INFO", logger="absl"):
+        train(dry_run=True, concurrent_metrics=False, use_orbax=False, verify_matching_vocabs_fn=None)
     assert [
         name for name in ("concurrent_metrics", "use_orbax") if f"train.{name} = False is ignored" in caplog.text
     ] == [
