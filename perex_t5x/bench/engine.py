@@ -21,6 +21,8 @@ from perex_t5x.errors import ConfigError, did_you_mean
 from perex_t5x.per_example import grad_statistics
 from perex_t5x.train import timed
 
+_TRACES = 7  # rounds, at least: a trace takes a tenth of a second
+
 
 @dataclasses.dataclass(frozen=True)
 class Size:
@@ -182,9 +184,15 @@ def measure_engine(
 ) -> dict[str, Any]:
     """Times every program at every microbatch size, and its trace all at once; returns one row per program."""
     examples = batch.shape[0]
+    makers = _programs(loss, examples)
+    # Before anything is compiled: in a process full of programs whatever makes many objects takes longer.
+    traces = {p: functools.partial(_trace_seconds, make, params, batch) for p, make in makers.items()}
+    in_turns(traces, 1)  # warm up
+    # The minimum: what else the machine does only adds to it.
+    trace = {p: min(values) for p, values in in_turns(traces, max(rounds, _TRACES)).items()}
     compiled: dict[tuple[str, int | None], Any] = {}
     compile_seconds: dict[tuple[str, int | None], float] = {}
-    for program, make in _programs(loss, examples).items():
+    for program, make in makers.items():
         for micro in (None,) if program == "loop" else (None, *sizes):
             run, key = jax.jit(make(micro)), (program, micro)
             compiled[key], compile_seconds[key] = timed(lambda run=run: run.lower(params, batch).compile())
@@ -192,11 +200,6 @@ def measure_engine(
     def seconds(key: tuple[str, int | None]) -> float:
         return timed(lambda: jax.block_until_ready(compiled[key](params, batch)))[1]
 
-    makers = _programs(loss, examples)
-    traces = {p: functools.partial(_trace_seconds, make, params, batch) for p, make in makers.items()}
-    in_turns(traces, 1)  # warm up
-    # The minimum: what else the machine does only adds to it.
-    trace = {p: min(values) for p, values in in_turns(traces, rounds).items()}
     measures = {key: functools.partial(seconds, key) for key in compiled}
     in_turns(measures, 1)  # warm up
     times = in_turns(measures, rounds)
@@ -233,7 +236,11 @@ def _ratio(value: int | None, base: int | None) -> float:
 def _trace_seconds(make: Callable[[int | None], Callable[..., Any]], params: Any, batch: Any) -> float:
     """Processor time to trace a program all at once, as the first in its process would be."""
     jax.clear_caches()
-    gc.collect()  # what the caches held would else be collected in the middle of some trace
-    begun = time.process_time()
-    jax.jit(make(None)).trace(params, batch)
-    return time.process_time() - begun
+    gc.collect()
+    gc.disable()  # as timeit does: a collection goes through all objects of the process, not through the trace's alone
+    try:
+        begun = time.process_time()
+        jax.jit(make(None)).trace(params, batch)
+        return time.process_time() - begun
+    finally:
+        gc.enable()

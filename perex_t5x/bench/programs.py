@@ -44,9 +44,14 @@ def of_library(peer: str, statistic: str, loss: Loss, size: int | None) -> Progr
     return {OURS: _ours, VMAP: _vmap, MICRO_GRAD: _micro_grad, JAX_PRIVACY: _jax_privacy}[peer](statistic, loss, size)
 
 
+def clip_factor(gradient: Any) -> jax.Array:
+    """What scales a gradient to a norm of at most `CLIP_NORM`."""
+    return jnp.minimum(1.0, CLIP_NORM / optax.global_norm(gradient))
+
+
 def clipped(gradient: Any) -> Any:
     """A gradient, scaled to a norm of at most `CLIP_NORM`."""
-    factor = jnp.minimum(1.0, CLIP_NORM / optax.global_norm(gradient))
+    factor = clip_factor(gradient)
     return jax.tree.map(lambda g: g * factor, gradient)
 
 
@@ -74,8 +79,9 @@ def _vmap(statistic: str, loss: Loss, size: int | None) -> Program | None:
         g_Nx = jax.vmap(lambda row: jax.grad(loss)(params, row[None]))(batch)
         if statistic == NORMS:
             return jax.vmap(optax.global_norm)(g_Nx)
-        if statistic == CLIPPED:
-            return jax.tree.map(lambda g: jnp.mean(g, axis=0), jax.vmap(clipped)(g_Nx))
+        if statistic == CLIPPED:  # one product for each parameter: scaled gradients would be written, and read again
+            share_N = jax.vmap(clip_factor)(g_Nx) / batch.shape[0]
+            return jax.tree.map(lambda g: jnp.tensordot(share_N, g, axes=1), g_Nx)
         return tuple(jax.tree.map(lambda g, p=p: jnp.mean(g**p, axis=0), g_Nx) for p in (1, 2))
 
     return run

@@ -16,7 +16,7 @@ from perex_t5x.bench.engine_sections import Options
 from perex_t5x.bench.turns import in_turns
 
 # A step takes more than half a second on two cores.
-_BATCH_SIZE, _LENGTH = 96, 128
+_BATCH_SIZE, _LENGTH = 192, 128
 _HELP, _DRY_RUN, _FIRST_STEP = "--help", "dry run", "quickstart, first step"
 _NOTHING, _JAX, _LIBRARIES = "python, nothing imported", "import jax", "import jax, flax, orbax, tensorflow, seqio"
 
