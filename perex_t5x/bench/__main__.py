@@ -32,8 +32,8 @@ The third times mean and mean square of a small model's per-example gradients, c
 `optax.microbatching.micro_grad` and the engine (`surgery`; with clip_norm `clipped`, in one backward pass, and `two
 passes`), beside the plain gradient. Every program runs all at once and at its own best microbatch size, the plain gradient
 too; times are ratios to it, with quartiles. Temporary memory is the compiler's. `trace` is the processor time of
-`jax.jit(program).trace`, the minimum over seven rounds or more, caches cleared before each; nothing has been compiled by then.
-A readable summary goes to stderr.
+`jax.jit(program).trace`, the minimum over seven rounds or more, caches cleared before each; nothing has been compiled by
+then. A readable summary goes to stderr.
 
 The fourth does so for the losses of `perex_t5x.zoo` (or some: --zoo='weight_*,lstm'), with the least time of the rounds, and
 writes a table that marks the losses where `vmap` or `micro_grad` needs less time or memory than the engine.
