@@ -88,7 +88,10 @@ def run(args: Any) -> int:
             print(line)
         return 0
     failed = measure(names, options, stored, kept)
-    for path in page.write(args.folder, kept, command(names, args)) if kept else []:
+    on_page = [
+        name for name in SECTIONS if name in kept
+    ]  # some perhaps of earlier runs: each says its rounds and its day
+    for path in page.write(args.folder, kept, command(on_page, args)) if kept else []:
         print(path, file=sys.stderr)
     problems = []
     if args.check is not None:
@@ -141,7 +144,7 @@ def measure(names: Sequence[str], options: Options, stored: str, kept: dict[str,
 
 
 def command(names: Sequence[str], args: Any) -> str:
-    """What was run, without this machine's paths."""
+    """What measures these sections, without this machine's paths."""
     words = ["python -m perex_t5x.bench"]
     if len(names) < len(SECTIONS):
         words.append(f"--sections={','.join(names)}")
