@@ -25,7 +25,7 @@ from perex_t5x import arguments, checkpoints, distributed, files, gin_utils, run
 from perex_t5x.arguments import Seed
 from perex_t5x.data import lookup
 from perex_t5x.evaluation import InferenceEvaluator, TrainEvaluator, check_inference
-from perex_t5x.inference import check_params, paths_to_restore, restore_params
+from perex_t5x.inference import IGNORED_OF_T5X, check_params, paths_to_restore, restore_params
 from perex_t5x.models.protocol import Model
 from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.trainer import Trainer
@@ -65,10 +65,8 @@ def evaluate(
     """
     given = dict(locals())
     arguments.check("evaluate", arguments.hints(evaluate), given)
-    ignored = {
-        "train_state_initializer_cls": (None, "restore_checkpoint_cfg says what is read"),
+    ignored = IGNORED_OF_T5X | {
         "train_eval_get_dataset_fn": (None, "examples are those of the SeqIO task in dataset_cfg"),
-        "use_orbax": (True, "a checkpoint is read in the format that it has"),
     }
     log_ignored("evaluate", given, ignored)
     with gin_utils.building():

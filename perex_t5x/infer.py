@@ -28,7 +28,14 @@ from perex_t5x import arguments, checkpoints, distributed, gin_utils, run_dir
 from perex_t5x.arguments import Count, PositiveInt, Seed
 from perex_t5x.data import lookup
 from perex_t5x.errors import ConfigError
-from perex_t5x.inference import BatchRunner, check_outputs, check_params, paths_to_restore, restore_params
+from perex_t5x.inference import (
+    IGNORED_OF_T5X,
+    BatchRunner,
+    check_outputs,
+    check_params,
+    paths_to_restore,
+    restore_params,
+)
 from perex_t5x.inference_files import (
     TEXT,
     MergeFn,
@@ -103,10 +110,8 @@ def infer(
     import seqio
 
     arguments.check("infer", arguments.hints(infer), given)
-    ignored = {
+    ignored = IGNORED_OF_T5X | {
         "checkpoint_ds_iter": (True, "an inference resumes by counting its examples"),
-        "train_state_initializer_cls": (None, "restore_checkpoint_cfg says what is read"),
-        "use_orbax": (True, "a checkpoint is read in the format that it has"),
     }
     log_ignored("infer", given, ignored)
     fn = functools.partial(_run, model, mode)

@@ -20,6 +20,12 @@ from perex_t5x.partitioning import PjitPartitioner
 from perex_t5x.train_state import TrainState
 from perex_t5x.utils import DatasetConfig, RestoreCheckpointConfig
 
+# Arguments of T5X's evaluate and infer: name -> (default, why it has no effect).
+IGNORED_OF_T5X: dict[str, tuple[Any, str]] = {
+    "train_state_initializer_cls": (None, "restore_checkpoint_cfg says what is read"),
+    "use_orbax": (True, "a checkpoint is read in the format that it has"),
+}
+
 Example = dict[str, np.ndarray]
 
 
